@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, sentence, text_row
@@ -82,9 +82,11 @@ def measure(template: Any, rows: Dataset, num_processes: int, cache: str) -> dic
     times = {"theirs": theirs}
     for name, source in (("cold", "rows"), ("second", "others"), ("warm", "rows")):
         times[name], ours = seconds(
-            lambda source=source: with_lengths(RowSource(name=source, rows=rows), RowEncoder(template), args, cache)
+            lambda source=source: with_all_lengths(
+                [RowSource(name=source, rows=rows)], RowEncoder(template), args, cache
+            )
         )
-        assert ours.sizes.lengths.tolist() == right, "the lengths differ"
+        assert ours[0].sizes.lengths.tolist() == right, "the lengths differ"
     return times
 
 

@@ -1,4 +1,4 @@
-"""Pack vision-language samples for ms-swift: pack at once, lose nothing, prove it."""
+"""Pack vision-language samples for ms-swift: start packing at once, lose no sample silently, prove isolation."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import register_strategy
 from swift_vlpack.words import INSTALL
 
-if TYPE_CHECKING:  # for type checkers and editors; all of it needs torch, and is loaded when it is first asked for
+if TYPE_CHECKING:  # for type checkers and editors only: these names need torch, so `__getattr__` loads them on demand
     from swift_vlpack.attention.prepare import prepare_model
     from swift_vlpack.feed.choose_attention import choose_attention
     from swift_vlpack.feed.collate import Collator
@@ -60,7 +60,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch when it is first asked for."""
+    """Load a public name that needs torch when it is first used. Raises `ImportError` if torch is missing."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -70,5 +70,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Name what is loaded later too, so that a shell completes it."""
+    """List all public names, also those that are not loaded yet, so that shells complete them."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`python -m swift_vlpack` is `vlpack`."""
+"""Run `vlpack` as `python -m swift_vlpack`."""
 
 from swift_vlpack.cli import main
 

@@ -1,9 +1,9 @@
-"""Share work among the ranks of a run: every rank does its part, and every rank gets the results of all.
+"""Share work among the ranks of a run: every rank does its part, and gets the results of all ranks.
 
 >>> ALONE.num_ranks, ALONE.results_of_all(lambda: "sizes of my rows")
 (1, ['sizes of my rows'])
 
-`Comm` is what such work asks for. `ALONE` is the run of one process; `host/` has the ranks of torch.distributed.
+Such work takes a `Comm`. `ALONE` is the `Comm` of a single process; `host/ranks.py` has that of torch.distributed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
 OfAll = Callable[[Callable[[], Any]], list[Any]]
-"""The type of `Comm.results_of_all`, for work that needs nothing else of the ranks."""
+"""The type of `Comm.results_of_all`, for functions that need nothing else of a `Comm`."""
 
 
 class Comm(Protocol):
@@ -41,7 +41,7 @@ class Alone:
     num_ranks = 1
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        """Return the one result."""
+        """Do the work. Returns a list of its single result."""
         return [work()]
 
 

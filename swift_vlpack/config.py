@@ -1,10 +1,10 @@
-"""Declare the packing options in one frozen dataclass, which checks their values once, when it is made.
+"""Declare the packing options in one frozen dataclass, which checks their values when it is made.
 
 >>> PackingConfig(packing_length=8192, packing_strategy="sequential").packing_strategy
 'greedy'
 
-The flags of `vlpack`, the keys of training files, the `VLPACK_*` variables, `docs/options.md` and the JSON schema all
-follow from the fields of `PackingConfig` and their help texts: a new option is a new field.
+The flags of `vlpack`, the keys of training files, the `VLPACK_*` variables, `docs/options.md` and the JSON schema are
+all derived from the fields of `PackingConfig` and their help texts. So a new option is a new field.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
 RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
-"""Variables with our prefix that are not packing options: they concern one start of a run, not its packs."""
+"""Variables with our prefix that are no packing options: they concern one start of a run, not its packs."""
 PACKS, SAMPLES = "packs", "samples"
 MEDIA = "media"
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
-"""A lower `packing_min_fill_ratio` lets packs leave nearly half empty. It is allowed, with a warning."""
+"""With a lower `packing_min_fill_ratio`, packs may leave nearly half empty. That is allowed, with a warning."""
 CAPS = ("packing_max_samples", "packing_max_images", "packing_max_patches")
-"""The options that cap a pack besides its tokens."""
+"""The options that limit a pack in something other than tokens."""
 _HINTS = {"packing_attention": "; flash-attn is asked for by ms-swift's --attn_impl"}
-"""What to say of a value that is none of the choices of an option."""
+"""Hints to add to the error about a value that is not among the choices of an option."""
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
 
 
 _OF_PACKS, _OF_STEPS, _OF_OBJECTIVE, _OF_RUN = "packs", "steps", "objective", "run"
-"""Values of `decides`: an option decides which samples share a pack, which planned packs a step trains, or what of the
-samples is trained. An option that only steers a run (`run`) may be another one after a resume, the others may not."""
+"""Values of `decides`. An option decides which samples share a pack (`packs`), which planned packs a step trains
+(`steps`), or what of the samples is trained (`objective`): a resume must not change these. An option that only steers a
+run (`run`) may change at a resume."""
 
 
 def _option(
@@ -59,7 +60,7 @@ def _option(
     takes_others: bool = False,
     is_new: bool = False,
 ) -> Any:
-    """Declare a field with the help text and the choices that the command line and the documentation show.
+    """Declare an option: its default, its help text, and the choices that command line and documentation show.
 
     With `takes_others`, the choices are not all that the option takes. `is_new` marks an option that older saved states
     do not have: at its default it is not compared with them.
@@ -210,7 +211,7 @@ class PackingConfig:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], **defaults: Any) -> PackingConfig:
-        """Build from option names; `defaults` stand in for those that are absent. Unknown keys are refused."""
+        """Build a config from options by name, with `defaults` for absent ones. Raises `ConfigError`."""
         known = option_names()
         for key in options:
             if key not in known:
@@ -224,16 +225,16 @@ class PackingConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **defaults: Any) -> PackingConfig:
-        """Build from `VLPACK_*` variables, the process's by default; `defaults` stand in for those that are absent."""
+        """Build a config from `VLPACK_*` variables, by default those of the process; `defaults` replace absent ones."""
         return cls.from_mapping(options_in_env(environ), **defaults)
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits: equal exactly if all options are equal, on every machine and Python version."""
+        """Return 16 hexadecimal digits that are equal if all options are equal, on every machine and Python version."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def pack_options(self) -> dict[str, Any]:
-        """Return the options that decide which samples share a pack; a saved state resumes under the same ones only."""
+        """Return the options that decide which samples share a pack; a resume must not change them."""
         return self._deciding(_OF_PACKS)
 
     def step_options(self) -> dict[str, Any]:
@@ -259,7 +260,7 @@ class PackingConfig:
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of tokens that sequences are padded to a multiple of; 1 leaves them as they are.
+        """Return the number of tokens to whose multiple sequences are padded; 1 means no padding.
 
         >>> [PackingConfig(packing_length=4096, packing_pad_to=to).sequence_multiple for to in ("length", 64, None)]
         [4096, 64, 1]
@@ -280,12 +281,12 @@ class PackingConfig:
 
     @property
     def what_is_packed(self) -> str:
-        """Name what an epoch is counted in: where rows are cut, one row can be several samples."""
+        """Return the noun for what an epoch counts: "samples" if rows can be cut into several, else "rows"."""
         return "samples" if self.cuts_rows else "rows"
 
     @property
     def has_caps(self) -> bool:
-        """Tell whether packs have a cap besides their tokens."""
+        """Tell whether packs have a cap other than tokens."""
         return bool(self.caps)
 
     @property
@@ -305,9 +306,9 @@ def option_names() -> tuple[str, ...]:
 def chosen_options(
     environ: Mapping[str, str], file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Merge the options that were given: a flag wins over a key of the training file, a key over a `VLPACK_*` variable.
+    """Merge the given options: a flag wins over a key of the training file, a key over a `VLPACK_*` variable.
 
-    Options that are given nowhere are absent from the result; their defaults apply.
+    Options that are not given are absent from the result; their defaults apply.
 
     >>> chosen_options({"VLPACK_PACKING_BUFFER": "1", "VLPACK_PACKING_MAX_IMAGES": "2"}, {"packing_buffer": 3})
     {'packing_buffer': 3, 'packing_max_images': '2'}
@@ -316,16 +317,15 @@ def chosen_options(
 
 
 def checked(options: Mapping[str, Any]) -> PackingConfig:
-    """Check the options of a run before its `packing_length` is known, which may follow from the model."""
+    """Check the options of a run whose `packing_length` may not be known yet, because it can come from the model."""
     pad_to = _typed("packing_pad_to", options.get("packing_pad_to"), _TYPES["packing_pad_to"])
-    any_length = (
-        pad_to if isinstance(pad_to, int) and pad_to > 0 else 1
-    )  # stands in for it; `packing_pad_to` has to divide it
+    # Use any valid length in place of an unknown one: `packing_pad_to` has to divide it.
+    any_length = pad_to if isinstance(pad_to, int) and pad_to > 0 else 1
     return PackingConfig.from_mapping(options, packing_length=any_length)
 
 
 def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
-    """Decide whether packs are planned ahead of time, or made as rows come. No other place decides it.
+    """Decide whether packs are planned ahead of time, or made as rows come. No other code decides this.
 
     >>> [is_planned(PackingConfig(packing_length=8), is_sized=is_sized) for is_sized in (True, False)]
     [True, False]
@@ -351,12 +351,12 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
 
 
 def is_switched_on(variable: str, environ: Mapping[str, str]) -> bool:
-    """Tell whether a true-or-false variable that is no packing option is true, in any spelling that options take."""
+    """Tell whether a boolean variable that is no packing option is true, in any spelling that options accept."""
     return bool(_typed(variable, environ.get(variable) or "false", bool))
 
 
 def kind_of(name: str) -> str:
-    """Return what an option takes, as the command line shows it.
+    """Return the values that an option takes, as the command line shows them.
 
     >>> kind_of("packing_drop_last"), kind_of("packing_max_images"), kind_of("packing_mode")
     ('{true,false}', 'INT', '{auto,plan,buffer}')
@@ -443,14 +443,14 @@ def _check_choices(config: PackingConfig) -> None:
             raise ConfigError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     if config.packing_any_family and not config.packing_verify:
         raise ConfigError(
-            "packing_any_family=true with packing_verify=false: whether a family that ms-swift does not pack can be "
-            "packed is what the proof finds out; leave packing_verify at true"
+            "packing_any_family=true with packing_verify=false: only the proof can tell whether a family that ms-swift "
+            "does not pack can be packed; leave packing_verify at true"
         )
-    strategy_named(config.packing_strategy)  # refuses what cannot be found
+    strategy_named(config.packing_strategy)  # raises for an unknown strategy
     if config.packing_strategy == "binpack" and config.has_caps:
         given = ", ".join(f"{name}={cap}" for name, cap in config.caps.items())
         raise ConfigError(
-            f"packing_strategy=binpack knows no cap but tokens and would ignore {given}; "
+            f"packing_strategy=binpack has no caps other than tokens and would ignore {given}; "
             "set packing_strategy=exact (or best_fit, first_fit, greedy), or remove the cap"
         )
 
@@ -470,7 +470,7 @@ def _check_numbers(config: PackingConfig) -> None:
     _check_kept_steps(config)
     _check_shared(config)
     if config.packing_min_fill_ratio < LEAST_FILL_RATIO:
-        # Not refused, because the default is above: somebody chose this value.
+        # Only warn: the default is higher, so the user chose this value.
         _warn_of_low_fill(config.packing_min_fill_ratio)
 
 
@@ -483,7 +483,7 @@ def _check_padding(config: PackingConfig) -> None:
     if length % multiple:
         fitting = [str(one) for one in (length - length % multiple, length + multiple - length % multiple) if one]
         raise ConfigError(
-            f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is no "
+            f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is not a "
             f"multiple of it; set packing_length to {' or '.join(fitting)}"
         )
 
@@ -497,7 +497,7 @@ def _check_shared(config: PackingConfig) -> None:
         for name in ("packing_share_max", "packing_share_min"):
             if name in config.changed():
                 raise ConfigError(
-                    f"{name}={getattr(config, name)} has nothing to do under packing_share=none; set "
+                    f"{name}={getattr(config, name)} has no effect under packing_share=none; set "
                     "packing_share=media, or leave it out"
                 )
         return
@@ -519,7 +519,7 @@ def _check_kept_steps(config: PackingConfig) -> None:
     for name in ("packing_buffer", "packing_min_fill_ratio", "packing_drop_last"):
         if name in config.changed():
             raise ConfigError(
-                f"{name}={getattr(config, name)} has nothing to do under packing_batch=samples, which packs each step "
+                f"{name}={getattr(config, name)} has no effect under packing_batch=samples, which packs each step "
                 "by itself and drops nothing; leave it out"
             )
     if config.packing_strategy == WINDOW:
@@ -536,5 +536,5 @@ def _check_kept_steps(config: PackingConfig) -> None:
 
 @cache
 def _warn_of_low_fill(ratio: float) -> None:
-    """Warn once, because a process reads its options many times."""
+    """Warn once in a process, which may make its config many times."""
     logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)

@@ -1,4 +1,4 @@
-"""Wrap every saved state in an envelope that says what it belongs to, and check that before the state is used.
+"""Wrap every saved state in an envelope that says what the state belongs to, and check that before it is used.
 
 >>> sealed = seal("packer", {"packing_length": 8192}, {"held": []})
 >>> unseal(sealed, "packer", {"packing_length": 4096})
@@ -18,7 +18,7 @@ from typing import Any
 from swift_vlpack.errors import StateMismatch
 
 VERSION = 2
-"""Format of saved states. Version 1 had digests of lengths, not lengths, so a lost file looked like other data."""
+"""Format of saved states. Version 1 had only digests of lengths, so a lost file looked like other data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,17 @@ class Named:
 
 
 def seal(kind: str, fingerprint: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Wrap a JSON state with its kind, the version of the format, and the facts that it depends on."""
+    """Wrap a JSON state with its kind, the format version, and `fingerprint`, the facts that the state depends on."""
     return {"version": VERSION, "kind": kind, "fingerprint": dict(fingerprint), "state": dict(state)}
 
 
 def signed(envelope: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a digest of the content, by which any later change of the saved file is found."""
+    """Add a digest of the content, so that a later change of the saved file is found."""
     return {**envelope, "digest": _digest(envelope)}
 
 
 def unseal(envelope: Any, kind: str, fingerprint: Mapping[str, Any], *, shape: Any = None) -> dict[str, Any]:
-    """Return the state inside. Raises `StateMismatch` that names all that differs from kind, fingerprint and shape."""
+    """Return the state inside. Raises `StateMismatch`, which names what differs in kind, fingerprint or shape."""
     saved, state = opened(envelope, kind, shape=shape)
     check_fingerprint(kind, saved, fingerprint)
     return state
@@ -55,10 +55,10 @@ def unseal(envelope: Any, kind: str, fingerprint: Mapping[str, Any], *, shape: A
 def opened(
     envelope: Any, kind: str, *, shape: Any = None, is_signed: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return fingerprint and state, after checks of version, kind, and `shape` (see `check_shape`)."""
+    """Return (fingerprint, state), after a check of version, kind, `shape` (see `check_shape`) and digest."""
     if not isinstance(envelope, Mapping) or not {"version", "kind", "fingerprint", "state"} <= set(envelope):
         raise StateMismatch(f"this is not a saved {kind} state: it has no version, kind, fingerprint and state")
-    # The version first: a state of another version may have another shape, and must not be called damaged.
+    # Check the version first: a state of another version may have another shape, and must not be called damaged.
     if envelope["version"] != VERSION:
         raise StateMismatch(
             f"the saved {kind} state has format version {envelope['version']}; this package reads version {VERSION}"
@@ -68,14 +68,14 @@ def opened(
     check_shape(envelope["fingerprint"], Named(None), "fingerprint")
     check_shape(envelope["state"], Named(None) if shape is None else shape, "state")
     if is_signed and envelope.get("digest") != _digest(envelope):
-        raise StateMismatch(f"damaged: the digest of the saved {kind} state is not that of what is in it")
+        raise StateMismatch(f"damaged: the digest of the saved {kind} state does not match its content")
     return dict(envelope["fingerprint"]), dict(envelope["state"])
 
 
 def check_fingerprint(
     kind: str, saved: Mapping[str, Any], current: Mapping[str, Any], explained: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `StateMismatch` that names all differing fields, with both values or with the words in `explained`."""
+    """Raise `StateMismatch` if fields differ. It names all of them, with both values or the words in `explained`."""
     names = differing_fields(saved, current)
     both = {name: f"{shown_value(saved, name)}, now {shown_value(current, name)}" for name in names}
     if both:
@@ -85,10 +85,10 @@ def check_fingerprint(
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Raise `StateMismatch` that names the first field that does not have its shape.
+    """Raise `StateMismatch`, which names the first field that does not have its shape.
 
-    Shapes: `Whole`, `str`, `bool`; None takes anything; [shape] is a list of any length; (shape, shape) is a list of
-    just these two; {key: shape} is an object that has these keys, and may have others; `Named` takes any keys.
+    Shapes: `Whole`, `str`, `bool`; None allows anything; [shape] is a list of any length; (shape, shape) is a list of
+    exactly two; {key: shape} is an object that has these keys, and may have others; `Named` allows any keys.
 
     >>> check_shape({"cuts": [[2, 8, -1]]}, {"cuts": [(Whole(1), Whole(), Whole())]}, "state")
     Traceback (most recent call last):
@@ -112,11 +112,11 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
 
 def _is_like(value: Any, shape: Any) -> bool:
-    """Tell whether a value has the shape itself; what is inside of it is not looked at."""
+    """Tell whether a value has the shape, without a look at what is inside of the value."""
     if shape is None:
         return True
     if isinstance(shape, Whole):
-        # To Python a bool is an int; JSON's `true` is no count.
+        # In Python a bool is an int, but JSON's `true` is no count.
         return isinstance(value, int) and not isinstance(value, bool) and value >= shape.least
     if isinstance(shape, (dict, Named)):
         return isinstance(value, Mapping)
@@ -125,13 +125,13 @@ def _is_like(value: Any, shape: Any) -> bool:
     return isinstance(value, (list, tuple) if isinstance(shape, list) else shape)
 
 
-# An object of its own, because None may be saved, and a missing field is not the same as None.
+# A unique object, because None may be saved, and a missing field is not the same as None.
 _ABSENT = object()
 
 
 def _digest(envelope: Mapping[str, Any]) -> str:
     content = {key: value for key, value in envelope.items() if key != "digest"}
-    # Through JSON, so that tuples and number keys in memory have the digest of what a file gives back.
+    # Convert through JSON, so that tuples and number keys in memory have the digest that a file would have.
     stored = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return hashlib.sha256(stored.encode()).hexdigest()[:16]
 
@@ -142,12 +142,12 @@ def _short(value: Any) -> str:
 
 
 def shown_value(values: Mapping[str, Any], name: str) -> str:
-    """Return the value as an error shows it: a missing name is `absent`, which is not the same as None."""
+    """Return a value for an error; a missing name is shown as `absent`, which differs from None."""
     return repr(values[name]) if name in values else "absent"
 
 
 def differing_fields(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """List the names whose values differ as JSON, or that only one side has."""
+    """Return the names whose values differ as JSON, or that only one side has."""
     names = sorted({*saved, *current})
     return [name for name in names if _stored(saved.get(name, _ABSENT)) != _stored(current.get(name, _ABSENT))]
 

@@ -2,12 +2,12 @@
 
 VLPackError
 |-- ConfigError        an option is unknown, impossible, or contradicts another one
-|-- DataError          an item, a length file or a source cannot be what it claims to be
+|-- DataError          an item, a length file or a source is invalid
 |-- SourceError        a source of documents cannot be read (text/reading.py)
-|-- PlanError          a plan cannot be given the shape that was asked for
+|-- PlanError          a plan cannot have the shape that was asked for
 |-- StrategyError      a strategy of your own broke the rules (plan/registry.py)
-|-- BoundaryError      positions or tokens disagree with where samples start
-|-- AttentionError     a model asks of attention what packing does not know, or boundaries are another sequence's
+|-- BoundaryError      positions or tokens disagree with the boundaries of samples
+|-- AttentionError     a model needs attention that packing cannot provide, or boundaries are another sequence's
 |-- StateMismatch      a saved state belongs to other data, another config or another version
 |-- SampleError        a row cannot be encoded (rows/samples.py); becomes a counted reason
 |-- TooManyFailures    so many rows failed that the data must be broken (rows/samples.py)
@@ -32,15 +32,15 @@ class ConfigError(VLPackError, ValueError):
 
 
 class DataError(VLPackError, ValueError):
-    """An item, a length file or a source cannot be what it claims to be."""
+    """An item, a length file or a source is invalid."""
 
 
 class SourceError(VLPackError, OSError):
-    """A source of documents could not be read, however often it was tried."""
+    """A source of documents could not be read, not even after retries."""
 
 
 class PlanError(VLPackError, ValueError):
-    """A plan cannot be given the shape that was asked for."""
+    """A plan cannot have the shape that was asked for."""
 
 
 class StrategyError(VLPackError, ValueError):
@@ -48,18 +48,18 @@ class StrategyError(VLPackError, ValueError):
 
 
 class BoundaryError(VLPackError, ValueError):
-    """Positions or tokens disagree with where samples start."""
+    """Positions or tokens disagree with the boundaries of samples."""
 
 
 class AttentionError(VLPackError):
-    """A model asks of attention what packing does not know how to give, or the boundaries are another sequence's."""
+    """A model needs attention that packing cannot provide, or the boundaries are another sequence's."""
 
 
 class IsolationError(VLPackError):
     """Samples of a pack see each other, or the proof cannot be made; the message names the cause."""
 
     def __init__(self, message: str, *, cause: str = "", measured: Any = None) -> None:
-        """Take as `measured` the `proof.verdict.Proof` that failed, if it failed after its numbers were measured."""
+        """Keep the cause and, as `measured`, the failed `proof.verdict.Proof`, if its numbers were measured."""
         super().__init__(message)
         self.cause = cause
         self.measured = measured

@@ -15,11 +15,11 @@ from swift_vlpack.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system, which has no shared disk either
+except ImportError:  # this system has no such locks; runs on it share no disk, which locks are for
     fcntl = None  # type: ignore[assignment]
 
 _SECONDS_TO_WAIT = 6.0
-"""Time to wait for the lock of a folder: processes that outlive a killed one hold it for some 2 s."""
+"""Longest wait for the lock of a folder. Child processes of a killed process hold its lock for some 2 s."""
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -30,12 +30,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a rename is atomic only within one file system. Hidden, because it is not complete.
+    # The partial file is in the same folder, because a rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content)
-            # Content before name: after a crash, a file that was renamed first can be there and be empty.
+            # Flush the content before the rename: otherwise, after a crash, the file may be there and empty.
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -47,10 +47,10 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Fill a folder whole or not at all: yields a hidden folder beside it, which takes its name at the end.
+    """Fill a folder whole or not at all: yield a hidden folder next to it, which gets its name at the end.
 
-    A folder of that name is replaced. What a killed process left in the hidden one is removed. Raises `ConfigError` if
-    another process is at it.
+    A folder of that name is replaced. Files that a killed process left in the hidden folder are removed. Raises
+    `ConfigError` if another process is writing it.
     """
     partial, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
     partial.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def _filled(folder: Path, partial: Path, old: Path) -> Iterator[Path]:
 
 
 def _lock(handle: int, partial: Path) -> None:
-    """Lock a folder, so that two processes do not write it at once."""
+    """Lock a folder, so that two processes do not write it at once. Raises `ConfigError` if it stays locked."""
     deadline = time.monotonic() + _SECONDS_TO_WAIT
     while not _is_locked(handle):
         if time.monotonic() > deadline:
@@ -88,7 +88,7 @@ def _lock(handle: int, partial: Path) -> None:
 
 
 def _is_locked(handle: int) -> bool:
-    """Try to lock. Also returns True on a file system without locks."""
+    """Try to lock. Returns True on success, and on a file system without locks."""
     if fcntl is not None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,10 +106,10 @@ def _remove(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Flush all files of a folder, and its own name, to the disk."""
-    # Bottom-up, so that a name is on the disk only after what it names.
+    # Go bottom-up, so that a file's content is on the disk before its name.
     for below, _, names in os.walk(folder, topdown=False):
         for name in names:
-            # Opened for reading, which is enough for fsync, because the files of others may not be ours to write.
+            # Open for reading, which is enough for fsync: this process may not be allowed to write all files.
             with open(Path(below, name), "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(below))
@@ -118,7 +118,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk; does nothing on file systems that cannot."""
+    """Flush the names in a folder to the disk. Does nothing on file systems that cannot do that."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

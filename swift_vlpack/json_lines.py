@@ -1,4 +1,4 @@
-"""Read and append files of JSON lines that several processes write and that a killed process may leave half written."""
+"""Read and append files of JSON lines, which several processes write, and a killed process may leave unfinished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system, which has no shared disk either
+except ImportError:  # this system has no such locks; runs on it share no disk, which locks are for
     fcntl = None  # type: ignore[assignment]
 
 
@@ -34,7 +34,7 @@ def parsed(lines: Iterable[bytes]) -> Iterator[Any]:
 
 
 def broken_line(path: Path) -> tuple[int, str] | None:
-    """Find the first line of a data file that is no row. Returns its number, from 1, and what is wrong, or None."""
+    """Find the first line of a data file that is no row. Returns (its number from 1, what is wrong), or None."""
     with path.open("rb") as file:
         if path.suffix == ".json" and file.read(1 << 16).lstrip()[:1] == b"[":  # one list of all rows
             return _broken_list(path)
@@ -44,7 +44,7 @@ def broken_line(path: Path) -> tuple[int, str] | None:
             num_rows += bool(line.strip())
             try:
                 row = json.loads(line) if line.strip() else {}
-            except ValueError as error:  # no JSON, or no UTF-8
+            except ValueError as error:  # not JSON, or not UTF-8
                 return number, f"not JSON ({getattr(error, 'msg', error)})"
             if not isinstance(row, dict):
                 return number, f"a row must be an object, got {line.decode().strip()[:40]}"
@@ -60,7 +60,7 @@ def _broken_list(path: Path) -> tuple[int, str] | None:
 
 
 def with_numbers(value: Any) -> Any:
-    """Replace infinities and NaN by None, because JSON has no word for them.
+    """Replace infinities and NaN by None, because JSON cannot hold them.
 
     >>> with_numbers({"loss": [2.5, float("inf")]})
     {'loss': [2.5, None]}
@@ -75,17 +75,17 @@ def with_numbers(value: Any) -> Any:
 def append(path: Path, values: Iterable[Any], *, ensure_ascii: bool = True) -> None:
     """Append values, all or none of them. Raises `OSError`."""
     text = "".join(json.dumps(value, ensure_ascii=ensure_ascii) + "\n" for value in values)
-    lines = text.encode(errors="backslashreplace")  # the name of a file can have half a character
+    lines = text.encode(errors="backslashreplace")  # a file name may have a lone surrogate, which UTF-8 cannot encode
     if not lines:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Unbuffered, so that the lines are one system call, which other processes cannot interrupt.
+    # Write unbuffered, so that all lines go in one system call, which other processes cannot interrupt.
     with path.open("ab+", buffering=0) as file:
         if fcntl is not None:
-            with suppress(OSError):  # a file system without locks; appending is one write nearly always
+            with suppress(OSError):  # a file system without locks: rely on the single write
                 fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
-        # A killed process may have left half a line; without a line break our first line would be a part of it.
+        # A killed process may have left half a line. Begin a new line then, or our first line would be a part of it.
         _write(file, lines if _ends_a_line(file, end) else b"\n" + lines, end)
 
 
@@ -97,7 +97,7 @@ def _ends_a_line(file: BinaryIO, end: int) -> bool:
 
 
 def _write(file: BinaryIO, content: bytes, end: int) -> None:
-    """Write everything, or leave the file as it was: a full disk may take only a part."""
+    """Write everything or restore the file: a full disk may take only a part of the content."""
     try:
         while content:
             content = content[file.write(content) :]

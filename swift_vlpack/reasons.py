@@ -1,12 +1,12 @@
-"""Every reason for which a row is trained in no pack: the word that is counted, what it means, and what to do.
+"""Declare every reason why a row is trained in no pack: the word that is counted, its meaning, and the remedy.
 
 >>> Reason.OVERSIZE == "oversize", about("oversize").kind.value
 (True, 'decided by the packer')
 >>> is_failure("file_missing"), is_failure("oversize")
 (True, False)
 
-A reason is declared here once. Lists, reports, log lines, codes in files and docs/reasons.md follow from the
-declaration. To add a reason, declare it, use it where it is found (`Reason.X`), and run `make docs-tables`;
+Each reason is declared here and nowhere else. Lists, reports, log lines, codes in files and docs/reasons.md are derived
+from the declaration. To add a reason, declare it, use it where it is found (`Reason.X`), and run `make docs-tables`;
 `tests/test_reasons.py` says what an incomplete declaration lacks.
 """
 
@@ -37,23 +37,23 @@ class About:
     meaning: str
     """What happened, for people."""
     remedy: str = ""
-    """What to do if many rows have this reason; empty if the rows themselves have to be mended or removed."""
+    """What to do if many rows have this reason; empty if the rows themselves have to be repaired or removed."""
     retried: str = ""
-    """When a row that could not be encoded is tried again; for `Kind.ENCODING`."""
+    """When a row that could not be encoded is retried; for `Kind.ENCODING`."""
     code: int | None = None
-    """The code in files of lengths; for `Kind.ENCODING`. It never changes, because files outlive versions."""
+    """The code in files of lengths, for `Kind.ENCODING`. It never changes, because files outlive versions."""
     part_code: int | None = None
     """The code in files of parts, for the reasons that `plan/parts.py` gives. It never changes either."""
     is_failure: bool = False
-    """The row should have been trained and could not be; many such rows stop a run."""
+    """True if the row should have been trained and could not be. Many such rows stop a run."""
     is_passing: bool = False
-    """Retry at every start, because nothing on disk tells whether the cause is gone."""
+    """True to retry at every start, because nothing on disk tells whether the cause is gone."""
     is_of_pixels: bool = False
-    """A row whose image headers are good can fail for this reason."""
+    """True if a row with good image headers can fail for this reason."""
     is_of_row: bool = False
-    """The row or the options cause it, never a file."""
+    """True if the row or the options cause it, never a file."""
     is_of_content: bool = False
-    """The row, its files and the template alone cause it, so that nothing else (a new codec, say) can cure it."""
+    """True if the row, its files and the template alone cause it, so that nothing else (a new codec) can cure it."""
 
 
 def _unreadable(code: int, meaning: str, retried: str, remedy: str = "", **flags: bool) -> About:
@@ -68,12 +68,12 @@ _WHEN_CHANGED = "when it changes, or what can be read does"
 
 
 class Reason(str, Enum):
-    """The word that is counted, the same in every report, list and log; `about` is its declaration."""
+    """A reason: the word that every report, list and log counts, with its declaration in `about`."""
 
     about: About
 
     def __new__(cls, word: str, about: About) -> Reason:
-        """Make a member that is its word, so that `Reason.OVERSIZE == "oversize"`."""
+        """Make a member that equals its word, so that `Reason.OVERSIZE == "oversize"`."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.about = about
@@ -81,7 +81,7 @@ class Reason(str, Enum):
 
     # Show the word itself on every Python; 3.11 changed what an Enum with a mixed-in type shows.
     __str__ = str.__str__
-    __format__ = str.__format__  # type: ignore[assignment]  # positional there, and nobody calls it by name
+    __format__ = str.__format__  # type: ignore[assignment]  # mypy objects to its positional-only argument
 
     OVERSIZE = (
         "oversize",
@@ -288,7 +288,7 @@ def about(word: str) -> About:
 
 
 def is_failure(word: str) -> bool:
-    """Tell whether a row with this reason should have been trained and could not be. Length is no such reason."""
+    """Tell whether a row with this reason should have been trained and could not be, unlike one that is too long."""
     return about(word).is_failure
 
 
@@ -316,11 +316,11 @@ def of_part_code(code: int) -> Reason | None:
     return _BY_PART_CODE[code] if code else None
 
 
-# -- warn of many rows that are left out ------------------------------------------------------------------------------
+# -- warn if many rows are left out -----------------------------------------------------------------------------------
 
 MAX_SHARE_LEFT_OUT = 0.01
-"""Warn of an epoch that leaves out a larger share of its rows."""
-NO_REMEDY = "; mend or remove the rows that cannot be read, the log names them"
+"""Share of left-out rows above which an epoch is warned of."""
+NO_REMEDY = "; repair or remove the rows that cannot be read, which the log names"
 
 
 def warning_of_left_out(num_dropped: Mapping[str, int], *, num_of: int, what: str = "rows") -> str | None:

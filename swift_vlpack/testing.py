@@ -5,7 +5,7 @@
     def test_packed_samples_do_not_see_each_other():
         assert_isolated(model, collator, samples)
 
-Needs neither ms-swift nor a trainer. docs/referee.md has an example that runs.
+This needs neither ms-swift nor a trainer. docs/referee.md has an example that runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def assert_isolated(
     *,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> str:
-    """Assert that every sample of `collator(samples)` gives what it gives alone. Returns the line of `verify`.
+    """Assert that every sample of `collator(samples)` gives what it gives alone. Returns the result as a line.
 
-    Takes what `swift_vlpack.verify` takes; an `AssertionError` has its message, with the likeliest cause.
+    Takes the arguments of `swift_vlpack.verify`. The `AssertionError` names the likeliest cause.
     """
     __tracebackhide__ = True  # pytest shows the test, not this function
     try:

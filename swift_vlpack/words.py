@@ -1,4 +1,4 @@
-"""Put counts into words, and suggest the name that was meant by a mistyped one.
+"""Put counts into words, and suggest a known name for a mistyped one.
 
 >>> counted(1, "pack"), counted(2, "pack"), counted(0, "pack cut in two", "packs cut in two")
 ('1 pack', '2 packs', '0 packs cut in two')
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 INSTALL = "`pip install .` in a checkout of swift_vlpack"
-"""Install from a checkout, because the package is on no index yet, and anybody could take its name there."""
+"""How to install, from a checkout: the package is on no index yet, where anybody could take its name."""
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """Return a number with the noun it counts, in singular or plural."""
+    """Return a number and a noun, in singular or plural."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 

@@ -1,4 +1,4 @@
-"""Read a YAML file, or say in one line why it cannot be read."""
+"""Read a YAML file, with errors in one line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from swift_vlpack.errors import ConfigError
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Return the content of the file. `what` is its name in errors.
+    """Return the content of a file. `what` is its name in errors.
 
-    Raises `ConfigError` for a key that is given twice: YAML itself lets the last one win without a word.
+    Raises `ConfigError` if the file cannot be read, or gives a key twice: YAML itself silently lets the last one win.
     """
-    import yaml  # not at the top, because the package has to import in milliseconds
+    import yaml  # here, because the package has to import in milliseconds
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def _repeated_keys(root: Any) -> Iterator[tuple[str, list[int]]]:
     seen, left = set(), [root]
     while left:
         node = left.pop()
-        if id(node) in seen:  # an alias, which may lead back to itself
+        if id(node) in seen:  # an alias, which may refer back to itself
             continue
         seen.add(id(node))
         if isinstance(node, SequenceNode):

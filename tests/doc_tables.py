@@ -35,7 +35,7 @@ def reason_row(reason: Reason) -> str:
     about = reason.about
     return (
         f"| `{reason}` | {about.kind.value} | {about.meaning} | {about.retried or '-'} | "
-        f"{about.remedy or 'mend or remove the row'} |"
+        f"{about.remedy or 'repair or remove the row'} |"
     )
 
 

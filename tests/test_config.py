@@ -76,7 +76,7 @@ def test_config_is_frozen_and_keyword_only():
         ({"packing_pad_to": "longest"}, ["packing_pad_to", "'longest'", "none, length or a number of tokens"]),
         ({"packing_pad_to": True}, ["packing_pad_to", "True", "a whole number or a text or none"]),
         ({"packing_pad_to": -8}, ["packing_pad_to", "-8", "none, length or a number of tokens"]),
-        ({"packing_pad_to": 100}, ["packing_pad_to=100", "8192", "no multiple", "8100 or 8200"]),
+        ({"packing_pad_to": 100}, ["packing_pad_to=100", "8192", "not a multiple", "8100 or 8200"]),
         ({"packing_pad_to": 10000}, ["packing_pad_to=10000", "packing_length to 10000"]),
         ({"packing_mode": "magic"}, ["packing_mode", "'magic'", "auto, plan, buffer"]),
         ({"packing_strategy": "bfd"}, ["packing_strategy", "'bfd'", "best_fit", "sequential"]),
@@ -297,7 +297,7 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
     ("options", "message"),
     [
         ({"packing_share": "images"}, "packing_share must be one of none, media, got 'images'"),
-        ({"packing_share_max": 4}, "packing_share_max=4 has nothing to do under packing_share=none"),
+        ({"packing_share_max": 4}, "packing_share_max=4 has no effect under packing_share=none"),
         ({"packing_share": "media", "packing_share_max": 1}, "must be at least 2, got 1; packing_share=none"),
         ({"packing_share": "media", "packing_share_min": 0}, "packing_share_min must be at least 1"),
         ({"packing_share": "media", "packing_strategy": "window"}, "packing_share=media needs whole rows"),

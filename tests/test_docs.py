@@ -116,6 +116,8 @@ def check_command(line):
             "nvidia-smi",
             "source",
             "export",
+            "sed",
+            "echo",
         ), f"what is {program}? {line}"
 
 

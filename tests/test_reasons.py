@@ -155,4 +155,4 @@ def test_a_warning_has_the_remedy_of_every_reason():
     """STAT-5 STAT-7"""
     for reason in Reason:
         warning = warning_of_left_out({reason.value: 5}, num_of=10)
-        assert (reason.about.remedy or "mend or remove the rows") in warning
+        assert (reason.about.remedy or "repair or remove the rows") in warning

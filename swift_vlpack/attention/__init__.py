@@ -1,1 +1,1 @@
-"""Keep packed samples apart in attention."""
+"""Keep packed samples apart in attention. Begin with `attention.py`; docs/isolation.md has the whole picture."""

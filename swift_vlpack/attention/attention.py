@@ -1,7 +1,8 @@
 """Attention that cannot cross the samples of a packed sequence: any device, no flash-attn, no L x L mask.
 
-`register` makes it known to transformers as `vlpack`. A layer calls it with the boundaries of its sequence, and every
-sample gets what it would get alone: its part of the model's mask, and all that the layer asks for.
+`register` adds it to the attention implementations of transformers, under the name `vlpack`. A layer calls it with the
+boundaries of its sequence, and every sample is computed as if it were alone: with its part of the model's mask, and
+with every argument of the layer (soft cap, sinks, bias).
 
 >>> layer = torch.nn.Identity()
 >>> query = key = value = torch.randn(1, 2, 5, 8)  # two heads, five tokens: a sample of three, a sample of two
@@ -10,9 +11,10 @@ sample gets what it would get alone: its part of the model's mask, and all that 
 >>> torch.equal(packed[:, 3:], alone)
 True
 
-Without boundaries (padded evaluation, generation, vision towers) it is transformers' own attention. Cost grows with the
-sum of the squared lengths, not with the square of the sum. The way of a call: `packed_sequence` (boundaries, mask and
-arguments of one call) -> `kernels` (how it is computed; `choose_kernel` takes the fastest that is right).
+Without boundaries (padded evaluation, generation, vision towers) transformers' own attention computes the call. The
+cost grows with the sum of the squared lengths of samples, not with the square of the sequence's length. A call goes
+through `packed_sequence` (collects its boundaries, mask and arguments) -> `kernels` (compute it; `choose_kernel` picks
+the fastest kernel whose results are right).
 
 Rows can share a prefix (`plan.boundaries`). Then each of its branches sees the prefix and itself, and gets what the row
 would get alone:
@@ -49,7 +51,7 @@ from swift_vlpack.errors import AttentionError
 from swift_vlpack.rows.families import text_config_of
 
 NAME = "vlpack"
-# Registries of our own, because transformers calls one function for all models and tells it only the layer.
+# The kernel is looked up by layer, because transformers calls one function for all models and hands it only the layer.
 _kernels: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
 _kernels_of_branches: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
 _recordings: list[list[PackedSequence]] = []
@@ -62,12 +64,12 @@ def name_of(config: Any) -> str:
 
 
 def keeps_samples_apart(name: str) -> bool:
-    """Return whether an implementation is known to stop at boundaries: ours, and flash-attn in all its versions."""
+    """Tell whether an attention implementation stops at boundaries: `vlpack` does, and flash-attn in all versions."""
     return name == NAME or "flash" in name
 
 
 def register() -> None:
-    """Make `attn_implementation="vlpack"` known to transformers. Idempotent."""
+    """Add `attn_implementation="vlpack"` to transformers, for all models of the process. Idempotent."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -87,7 +89,8 @@ def segmented_attention(
     """Attend inside each sample of a packed sequence; without boundaries, attend as transformers does."""
     mask = from_block_mask(attention_mask, query.shape[2]) if hasattr(attention_mask, "mask_mod") else attention_mask
     is_text = _is_text(module, mask, kwargs)
-    # Some vision towers are given the boundaries of the text. Theirs are different, and they are not causal.
+    # Some vision towers receive the boundaries of the text as well. Images end elsewhere, so these are ignored there;
+    # a vision tower shows in `is_causal`, which is False.
     bounds = boundaries_of(cu_seq_lens_q) if cu_seq_lens_q is not None and is_text is not False else Bounds()
     ends = bounds.ends
     if not ends or not _cover(ends, query, key):
@@ -109,7 +112,7 @@ def segmented_attention(
 
 
 def use_kernel(model: torch.nn.Module, kernel: Kernel, of_branches: Kernel = segments) -> None:
-    """Compute packed sequences by this kernel in all layers of the model that it supports.
+    """Compute packed sequences of a model by this kernel; `segments` computes layers that the kernel does not support.
 
     `of_branches` computes sequences in which rows share a prefix: give it only if it was tried on one.
     """
@@ -120,7 +123,7 @@ def use_kernel(model: torch.nn.Module, kernel: Kernel, of_branches: Kernel = seg
 
 @contextmanager
 def recorded_calls() -> Iterator[list[PackedSequence]]:
-    """Collect every call of attention on a packed sequence inside of the context."""
+    """Collect every call of attention on a packed sequence, by any model, until the context ends."""
     calls: list[PackedSequence] = []
     _recordings.append(calls)
     try:
@@ -130,7 +133,7 @@ def recorded_calls() -> Iterator[list[PackedSequence]]:
 
 
 def _is_text(module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> bool | None:
-    """Return whether the layer belongs to a language model; None if neither the layer nor its mask tells."""
+    """Tell whether the layer belongs to a language model; None if neither the layer nor its mask shows it."""
     if isinstance(mask, SequenceMask) and mask.looks_back:  # PaliGemma's layers say no, and its mask says yes
         return True
     is_causal = options.get("is_causal")
@@ -139,7 +142,7 @@ def _is_text(module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> boo
 
 
 def _cover(ends: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Return whether the boundaries are those of this very sequence."""
+    """Tell whether the boundaries fit this call: one sequence, as long as the last boundary, without a cache."""
     num_queries = query.shape[2]
     return len(ends) > 1 and query.shape[0] == 1 and ends[0] == 0 and ends[-1] == num_queries == key.shape[2]
 
@@ -154,7 +157,7 @@ def _of_another_sequence(module: torch.nn.Module, ends: tuple[int, ...], query: 
 
 
 def _unpacked(module: torch.nn.Module, states: States, mask: Any, options: dict[str, Any]) -> torch.Tensor:
-    """Attend as transformers' sdpa does, and support sinks, soft cap and bias, which sdpa would drop."""
+    """Attend as transformers' sdpa does; use `attend` for sinks, soft cap and bias, which sdpa would silently drop."""
     whole = mask.whole() if isinstance(mask, SequenceMask) else mask
     args = AttentionArgs.of(module, options, strict=bool(_is_text(module, mask, options)))
     if not args.is_plain:

@@ -1,9 +1,9 @@
 """Choose the kernel for packed attention: the fastest that equals the reference on this device, or the requested one.
 
-Kernels are tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
-numbers: results and gradients must be right. Where rows share prefixes, they must be right on such a sequence too.
-`segments` and `grouped` need no stopwatch, because the lengths of a sequence tell which of them is quicker
-(`by_lengths`). Where another kernel is right too, all are timed on a sequence like the run's own.
+Each kernel is tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
+numbers. Its results and gradients must equal those of `reference`, also on a sequence with shared prefixes if rows
+share prefixes. `segments` and `grouped` need not be timed, because the lengths of a sequence decide which of the two is
+quicker (`by_lengths`). If another kernel is right too, all of them are timed on a sequence like the run's own.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ LENGTHS = (37, 1, 64, 33, 40, 5, 64)
 WITH_BRANCHES = Boundaries((37, 5, 1, 20, 18, 33, 12, 30, 31, 1, 9), (ROOT, 0, 0, 0, 0, ROOT, ROOT, 6, 6, ROOT, 9))
 """Boundaries on which a kernel must be right if rows share prefixes: longer and shorter ones than the window."""
 LONGEST_WINDOW = 16
-"""Longest window or chunk in that sequence: short enough that most of its samples are longer."""
+"""Longest window or chunk when kernels are tried: shorter than most of `LENGTHS`, so that the window hides tokens."""
 WORK = {"cpu": 1e9, "cuda": 2e12}
-"""Most multiplications in a sequence that is timed: about a tenth of a second. A longer sequence is scaled down."""
+"""Most multiplications in a sequence that is timed, by device: about a tenth of a second. `LayerKind.affordable` makes
+the samples of a longer sequence shorter."""
 SECONDS, MOST_RUNS = 0.1, 4
-"""A kernel is timed until one of both is reached; the first run only warms it up."""
+"""Timing of a kernel ends after this many seconds or runs, whichever comes first; the first run only warms it up."""
 
 _EXACT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -55,7 +56,7 @@ class Trial:
 
     @property
     def is_right(self) -> bool:
-        """Return whether the kernel may be used."""
+        """Tell whether the kernel may be used."""
         return not self.why_not
 
 
@@ -68,7 +69,7 @@ def choose(
     results_of_all: OfAll = ALONE.results_of_all,
     kernels: Mapping[str, Kernel] = KERNELS,
 ) -> str:
-    """Choose a kernel, let the model use it, and return a line that says which one and why.
+    """Choose a kernel, let the model use it, and return a line for the log that names the kernel and the reason.
 
     `forward` runs the model on any packed sequence, to record what its layers ask of attention. `lengths` are the
     lengths of the samples in a typical sequence, or its boundaries: if they have prefixes, a kernel must be right there
@@ -98,7 +99,7 @@ def choose(
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
-    """Record the calls of attention in training mode, so that a kernel without support for its dropout is not used.
+    """Record the calls of attention in training mode, where they include dropout, which some kernels do not support.
 
     Raises `ConfigError` if no layer calls the attention with boundaries.
     """
@@ -131,7 +132,7 @@ def _recorded(forward: Callable[[], Any]) -> list[PackedSequence]:
 
 
 class _Wrong(Exception):
-    """A kernel gives another result than the reference."""
+    """Raised when a kernel gives another result than the reference."""
 
 
 def _tried(
@@ -142,7 +143,8 @@ def _tried(
     layouts = [Boundaries(LENGTHS), *([WITH_BRANCHES] if typical.parents else [])]
     for name, kernel in kernels.items():
         if name == "flex" and "varlen" in found and found["varlen"].is_right:
-            found[name] = Trial(why_not="was not compiled, as varlen does it")  # compiling takes longest of all
+            # Compiling flex takes longer than all other trials together, and varlen already runs on this device.
+            found[name] = Trial(why_not="was not compiled, as varlen does it")
         else:
             found[name] = _of(partial(_checked, [(kind, layout) for kind in kinds for layout in layouts], kernel))
     right = [name for name, trial in found.items() if trial.is_right]
@@ -152,7 +154,7 @@ def _tried(
 
 
 def _of(work: Callable[[], Trial]) -> Trial:
-    """Try a kernel, which may raise anything on an untested device."""
+    """Run a trial, and turn any exception into its reason: on an untested device a kernel may raise anything."""
     try:
         return work()
     except Exception as error:
@@ -185,7 +187,7 @@ def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> T
 
 
 def _timed(kinds: Sequence[LayerKind], typical: Boundaries, kernel: Kernel) -> Trial:
-    """Add up the times of all layers; a layer that the kernel cannot do takes the time of `segments`."""
+    """Add up the times of all layers; a layer that the kernel does not support counts with the time of `segments`."""
 
     def or_segments(sequence: PackedSequence) -> torch.Tensor:
         try:
@@ -201,7 +203,7 @@ def _timed(kinds: Sequence[LayerKind], typical: Boundaries, kernel: Kernel) -> T
 
 
 def _slowest(of_ranks: Sequence[Mapping[str, Trial]]) -> dict[str, Trial]:
-    """Merge the trials of all ranks: take the slowest time; a kernel that fails on one rank is used on none."""
+    """Merge the trials of all ranks: keep the slowest time, and let a kernel that fails on one rank fail on all."""
     merged = {}
     for name in of_ranks[0]:
         of_kernel = [found[name] for found in of_ranks]
@@ -217,7 +219,7 @@ def _quickest(found: Mapping[str, Trial]) -> str:
 
 
 def _line(chosen: str, found: Mapping[str, Trial], typical: Boundaries, why: str) -> str:
-    """Say which kernel computes, why, and what is known of all kernels."""
+    """Write the log line: the kernel, the reason for it, and the time of each kernel or why it cannot be used."""
     known = [f"{name} {trial.why_not}" for name, trial in found.items() if trial.why_not]
     times = [f"{name} {1000 * trial.seconds:.1f} ms" for name, trial in found.items() if trial.seconds is not None]
     if times:
@@ -228,7 +230,7 @@ def _line(chosen: str, found: Mapping[str, Trial], typical: Boundaries, why: str
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that call attention alike: one recorded call, and how many layers there are."""
+    """A group of layers that call attention with the same sizes and arguments: one recorded call stands for all."""
 
     call: PackedSequence
     num_layers: int
@@ -340,7 +342,7 @@ def results(sequence: PackedSequence, kernel: Kernel, weight: torch.Tensor | Non
 
 
 def largest_gap(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference of any result, as a share of the largest value of that result; NaN stays NaN."""
+    """Return the largest difference over all results, each as a share of its largest expected value; NaN stays NaN."""
     gaps = [
         (one.double() - other.double()).abs().max() / one.double().abs().max().clamp_min(1e-30)
         for one, other in zip(expected, found, strict=True)

@@ -1,8 +1,8 @@
 """Compute attention on a packed sequence: sample by sample (`segments`), or faster where a kernel supports the layer.
 
 Every kernel takes a `PackedSequence` and returns (1, num_tokens, num_heads, head_dim of values). It raises `CannotDo`
-for a layer that it does not support; `segments` supports all. `varlen` and `flex` need CUDA and are not tested on it,
-so `choose` compares them with the reference on the device of the run before it uses them.
+for a layer that it does not support; `segments` supports every layer. `varlen` and `flex` need CUDA, and our tests run
+without CUDA. So `choose_kernel` compares them with the reference on the device of the run before it uses them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from swift_vlpack.plan.boundaries import ROOT
 Kernel = Callable[[PackedSequence], torch.Tensor]
 
 BYTES_OF_CALL, BYTES_OF_EAGER_CALL, BYTES_OF_LAUNCH = 50e3, 100e3, 10e6
-"""Bytes of query, key and value whose copy takes as long as a call of attention on one short sample, both with their
-gradients: by sdpa on a CPU, by `eager` on a CPU (both measured on one thread: 8 to 128 tokens, 4 and 16 heads, fp32 and
-bf16), and on a device where a call is some ten launches (estimated: 0.1 ms at 0.1 TB/s)."""
+"""Price of one call of attention on a short sample, as the number of bytes of query, key and value that could be copied
+in the same time (gradients included on both sides). In order: sdpa on a CPU and `eager` on a CPU, both measured on one
+thread with 8 to 128 tokens, 4 and 16 heads, fp32 and bf16; and a GPU, where a call is some ten launches of kernels
+(estimated: 0.1 ms at 0.1 TB/s)."""
 
 
 class CannotDo(Exception):
@@ -41,10 +42,10 @@ class CannotDo(Exception):
 
 
 def segments(sequence: PackedSequence) -> torch.Tensor:
-    """Compute one sample after the other; a branch with the keys of its prefix before its own."""
+    """Compute one sample after the other. A branch gets the keys of its prefix before its own keys."""
     outputs = []
     lengths = [segment.num_own for segment in sequence.segments]
-    # Split once: the gradient of a slice is as long as the sequence, and there would be one for every sample.
+    # Split once instead of slicing for every sample: the gradient of each slice would be as long as the sequence.
     query, key, value = (states.split(lengths, dim=2) for states in (sequence.query, sequence.key, sequence.value))
     if sequence.parents:
         key, value = (_after_prefixes(parts, sequence.parents) for parts in (key, value))
@@ -63,7 +64,7 @@ def _after_prefixes(parts: Sequence[torch.Tensor], parents: Sequence[int]) -> It
 def attend(
     module: torch.nn.Module, states: States, mask: SampleMask, args: AttentionArgs
 ) -> torch.Tensor:  # (batch, num_tokens, num_heads, head_dim of values)
-    """Compute attention without boundaries: by transformers' sdpa, or by `eager` if sdpa lacks what is asked for."""
+    """Compute attention without boundaries: by transformers' sdpa, or by `eager` for arguments that sdpa lacks."""
     if not args.is_plain:
         return eager(states, mask, args, is_training=module.training)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -140,19 +141,20 @@ def grouped(sequence: PackedSequence) -> torch.Tensor:
 
 
 def _batches(states: torch.Tensor, tokens: torch.Tensor, of_groups: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    # One copy of all tokens, and a part of it for each group: the gradient of a copy is as long as the sequence.
+    # Copy all tokens once and split the copy by group: a copy for each group would have a gradient as long as the
+    # sequence every time.
     copies = states[0].transpose(0, 1).index_select(0, tokens).split([group.numel() for group in of_groups])
     for copy, group in zip(copies, of_groups, strict=True):
         yield copy.unflatten(0, tuple(group.shape)).transpose(1, 2)  # (num_samples, num_heads, longest, head_dim)
 
 
 def by_lengths(sequence: PackedSequence) -> torch.Tensor:
-    """Compute as `grouped` if the samples are so many and short that it is quicker, else as `segments`."""
+    """Compute by `grouped` where many short samples make it quicker, else by `segments`."""
     return grouped(sequence) if saves_calls(sequence) else segments(sequence)
 
 
 def saves_calls(sequence: PackedSequence) -> bool:
-    """Return whether the calls that groups save take longer than the copy of all tokens that groups need."""
+    """Tell whether the calls that `grouped` saves take longer than the copy of all tokens that it needs."""
     if sequence.query.device.type == "cpu":
         worth = BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL
     else:
@@ -248,7 +250,7 @@ def block_mask(bounds: Bounds, window: int | None, device: torch.device) -> Any:
     if bounds.parents:
         numbers = [number if parent == ROOT else parent for number, parent in enumerate(bounds.parents)]
         prefix = torch.tensor(numbers, device=device)[sample]
-        # By how much a token lies farther from its prefix than in its row alone.
+        # For each token, how much farther it lies from its prefix here than in its row alone.
         shift = torch.tensor([one.start - one.num_prefix - one.prefix_start for one in segments], device=device)[sample]
 
     def sees(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -275,7 +277,7 @@ def _capped(softcap: float | None) -> Any:
 
 @lru_cache(maxsize=8)
 def _keys_of_rows(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens that are keys of each segment, end to end, and where those of each segment end."""
+    """Return the keys of all segments end to end, as indices into the sequence, and where the keys of each end."""
     segments = segments_of(bounds)
     tokens = [segment.of(torch.arange(bounds.ends[-1]), dim=0) for segment in segments]
     ends = (0, *accumulate(segment.num_keys for segment in segments))

@@ -1,8 +1,8 @@
 """Restart layers that keep a state along the sequence (linear attention, short convolutions) with every sample.
 
-Their forward takes no boundaries, or only some of their kernels do. So hooks run the samples through the layer in
-batches of similar length: all batches but one before the call, the last one by the call itself. The state only looks
-back, so padding on the right changes nothing.
+The forward of such a layer takes no boundaries, or only some of its kernels do. So hooks run the samples through the
+layer in batches of samples of similar length. A hook before the call runs all batches but the last; the call itself
+runs the last one. The state only looks back, so padding on the right changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _handles: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 def restart_at_boundaries(model: torch.nn.Module, leave: Sequence[str] = ()) -> int:
-    """Restart the state of these layers with every sample. Returns the number of layers. Idempotent.
+    """Restart the state of the layers in `RESTARTED` with every sample. Returns the number of layers. Idempotent.
 
     `leave` names classes that need no restart, because their kernels are given the boundaries. Raises `AttentionError`
     for a model with other layers that keep a state.
@@ -63,7 +63,7 @@ def _refuse_unknown_state(model: Any) -> None:
 
 
 class _Restart:
-    """Hooks of one layer. A class and not a closure, so that a model with these hooks can be pickled and copied."""
+    """Hold the hooks of one layer. A class and not a closure, so that a model with hooks can be pickled and copied."""
 
     def __init__(self) -> None:
         self.ends: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class _Restart:
         self.ends = boundaries_of(ends).ends if ends is not None and len(ends) > 2 else ()
 
     def run_all_but_one(self, mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run every group but the last, and give the last one to the call itself."""
+        """Run every group but the last, and replace the arguments of the call by the last group."""
         self.groups, self.outputs = None, []
         if not self.ends:
             return None

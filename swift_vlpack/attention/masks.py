@@ -1,10 +1,12 @@
 """Keep the mask of a packed sequence as the function that describes it, and give each sample its part.
 
-A model's mask in transformers is a tree of functions: causal, and a window, or the same image. What such a function
-means inside a packed sequence depends on its kind. Some know only the distance of two tokens (causal, window). Some
-count from the start of the sequence, and must count from the start of the sample (chunks). Some look tokens up in the
-sequence (image blocks, padding). The one that transformers derives from restarted positions says where samples meet,
-which the boundaries say already.
+A model's mask in transformers is a tree of functions, such as "causal and (in the window or in the same image)". What a
+function means inside a packed sequence depends on its kind:
+
+- Causal masks and windows look only at the distance of two tokens, so they hold for a sample as they are.
+- Chunks count from the start of the sequence, and must count from the start of the sample.
+- Image blocks and padding look tokens up in the sequence, so their indices are moved.
+- The mask that transformers derives from restarted positions repeats the boundaries, so it is left out.
 
 A branch is the end of a row whose beginning, the prefix, lies elsewhere in the sequence. Its mask is that of the row
 alone: the last rows of the matrix, with distances and lookups along the row, never along the branches between.
@@ -24,7 +26,7 @@ from transformers import masking_utils
 from swift_vlpack.errors import AttentionError
 
 MaskFunction = Callable[..., Any]
-"""transformers' signature: batch, head, query and key index in, whether the query sees the key out."""
+"""transformers' signature: takes the indices of batch, head, query and key; returns whether the query sees the key."""
 
 _LOOKS_UP = ("padding_mask_function", "blockwise_overlay")
 _LIMITS = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "chunk_size"}
@@ -33,7 +35,7 @@ OF_POSITIONS = {"and_masks", "or_masks", "causal_mask_function", *_LIMITS, *_SEE
 
 
 class Segment(NamedTuple):
-    """Tokens of a sequence that are computed together: a sample or a prefix; or a branch, which sees its prefix too."""
+    """Tokens of a sequence that are computed together: a sample, a prefix, or a branch, which also sees its prefix."""
 
     start: int
     end: int
@@ -42,17 +44,17 @@ class Segment(NamedTuple):
 
     @property
     def num_own(self) -> int:
-        """Count the tokens of the segment, which are its queries."""
+        """Return the number of tokens of the segment, each of which is a query."""
         return self.end - self.start
 
     @property
     def num_prefix(self) -> int:
-        """Count the tokens of its prefix; 0 for a segment without."""
+        """Return the number of tokens of the segment's prefix; 0 if it has no prefix."""
         return self.prefix_end - self.prefix_start
 
     @property
     def num_keys(self) -> int:
-        """Count the tokens of its row alone, as far as the end of the segment."""
+        """Return the number of tokens that the segment can see: those of its prefix, then its own."""
         return self.num_prefix + self.num_own
 
     def of(self, states: torch.Tensor, dim: int) -> torch.Tensor:
@@ -74,14 +76,19 @@ class MaskRead(AttentionError, AttributeError):
 
 @dataclass(frozen=True)
 class SampleMask:
-    """Mask of one sample: everything, the past, or a matrix. A branch has fewer queries than keys: the last ones."""
+    """Mask of one sample: every token sees all tokens, or the past, or what a matrix says.
+
+    A branch has fewer queries than keys, because its keys include its prefix; its queries are the last tokens.
+    """
 
     is_causal: bool = False
-    """True for the past only. The matrix is for branches, because without one sdpa takes the queries for the first."""
+    """True if every token sees exactly its past. A branch has a matrix all the same: without one, sdpa would take its
+    queries for the first tokens of the row."""
     make: Callable[[], torch.Tensor] | None = None
     """Makes the matrix, on first use, because kernels that know windows need none."""
     is_of_positions: bool = False
-    """True if samples of one length share the matrix, and a shorter one has its first rows and columns."""
+    """True if the mask depends on positions only: samples of equal length share the matrix, and a shorter sample has
+    its first rows and columns."""
     window: int | None = None
     """Size of the sliding window, if the mask is causal with a window and nothing else."""
 
@@ -111,9 +118,10 @@ def past(segment: Segment, window: int | None, device: torch.device | str | None
 
 
 class SequenceMask:
-    """Mask of one sequence, made only for a sample; or whole, where there are no boundaries.
+    """Mask of one sequence, of which only the parts of the samples are made; the whole only without boundaries.
 
-    Layers receive it in place of a tensor, and hand it to attention. A layer that reads it raises `MaskRead`.
+    Layers receive this object in place of a tensor and hand it to attention. Code that reads it as a tensor gets
+    `MaskRead`.
     """
 
     ndim = 4
@@ -131,7 +139,7 @@ class SequenceMask:
         """True for the mask of a language model; that of a vision tower is not causal."""
 
     def whole(self) -> torch.Tensor | None:
-        """Make the mask that transformers' `sdpa` would have been given."""
+        """Make the mask that transformers would have given to sdpa, once."""
         if not self._whole:
             num_tokens = self.shape[-1]
             made = masking_utils.sdpa_mask(1, num_tokens, num_tokens, mask_function=self.function, **self._options)
@@ -186,7 +194,7 @@ def sequence_mask(  # noqa: PLR0913 - the signature is transformers'
     **kwargs: Any,
 ) -> SequenceMask | torch.Tensor | None:
     """Make the mask for a model under `vlpack`: a `SequenceMask` for one sequence, sdpa's for a batch or a cache."""
-    if isinstance(attention_mask, SequenceMask):  # made by the outer model, handed to the inner one
+    if isinstance(attention_mask, SequenceMask):  # the outer model has made it and handed it to the inner model
         return attention_mask
     is_sequence = batch_size == 1 and q_length == kv_length > 1 and _is_zero(q_offset) and _is_zero(kv_offset)
     if not is_sequence:
@@ -232,16 +240,16 @@ def _sample_mask(function: MaskFunction, segment: Segment, options: dict[str, An
 
 
 class _FunctionOfSample:
-    """Rewrites the mask function of a sequence for one sample; indices then count from the start of its row alone."""
+    """Rewrite the mask function of a sequence for one sample, so that indices count from the start of its row alone."""
 
     def __init__(self, segment: Segment, options: dict[str, Any]) -> None:
         self.segment = segment
         self.options = {name: options[name] for name in ("use_vmap", "device") if name in options}
         self.looks_up = False
-        """True once a part of the function depends on the tokens themselves, not only on their places."""
+        """Becomes True when a part of the function depends on the tokens themselves, not only on their positions."""
 
     def of(self, function: MaskFunction) -> MaskFunction | bool:
-        """Return the function for the sample; True or False if it gives that for all pairs of tokens."""
+        """Return the function for the sample; True or False if every pair of tokens gets that value."""
         name, inside = kind_of(function)
         if name == "and_masks":
             return self._joined([self.of(part) for part in inside["mask_functions"]], stops=False)
@@ -268,12 +276,12 @@ class _FunctionOfSample:
         return self._evaluated(function, self.segment.num_own, self.segment.num_keys, self.segment.num_prefix, 0)
 
     def is_seen_by_prefix(self, function: MaskFunction) -> bool:
-        """Return whether a token of the prefix sees one of the branch; without a look at the mask if it is causal."""
+        """Tell whether a token of the prefix sees a token of the branch. A causal mask is not evaluated for that."""
         size = self.segment.num_prefix
         return not _is_causal(function) and bool(self._evaluated(function, size, self.segment.num_own, 0, size).any())
 
     def _evaluated(self, function: MaskFunction, num_queries: int, num_keys: int, query: int, key: int) -> Any:
-        """Evaluate a function from one query and one key on."""
+        """Evaluate a function for all pairs, starting at one query and one key."""
         return masking_utils.sdpa_mask(
             1, num_queries, num_keys, query, key, mask_function=function, allow_is_causal_skip=False, **self.options
         )
@@ -295,9 +303,9 @@ class _FunctionOfSample:
         return inner_mask
 
     def _of_unknown_kind(self, function: MaskFunction) -> MaskFunction:
-        """Accept a function that gives the same wherever the sample lies. Raises `AttentionError` for any other.
+        """Accept a function that gives the same mask wherever the sample lies. Raises `AttentionError` if not.
 
-        A branch is tried as the end of a row in one piece: a function of distances is right there, too.
+        A branch is tried as the end of a row in one piece, where a function of distances gives the right mask, too.
         """
         segment = self.segment
         start = segment.start - segment.num_prefix
@@ -313,10 +321,10 @@ class _FunctionOfSample:
 
 
 def resized(function: MaskFunction, ends: tuple[int, ...], longest: int) -> MaskFunction:
-    """Make a mask function of the same kind for a sequence with segments that end there, to try a kernel on.
+    """Make a mask function of the same kind for a sequence of random numbers, on which kernels are tried.
 
-    Windows and chunks become at most `longest`. Image blocks become one of 8 tokens in every 32; a block that reaches
-    over the end of a segment becomes two, because no prefix shares an image with its branches.
+    Windows and chunks are cut to `longest`. Every 32 tokens get one image block of 8 tokens; a block that reaches over
+    the end of a segment becomes two, because no image lies partly in a prefix and partly in its branches.
     """
     name, inside = kind_of(function)
     if "mask_functions" in inside:
@@ -337,9 +345,10 @@ def resized(function: MaskFunction, ends: tuple[int, ...], longest: int) -> Mask
 
 
 def kind_of(function: MaskFunction) -> tuple[str, dict[str, Any]]:
-    """Return the name of the function of transformers that made a mask function, and the variables it closes over.
+    """Return which function of transformers made a mask function, and the variables that the mask function captured.
 
-    The name is empty for a function that is not from transformers.
+    The name is empty for a function that is not from transformers. Masks are told apart in this way because
+    transformers returns bare closures, without a name or type of their own.
     """
     if not inspect.isfunction(function) or function.__module__ != masking_utils.__name__:
         return "", {}
@@ -362,14 +371,14 @@ def kinds_in(function: MaskFunction) -> set[str]:
 
 
 def _is_causal(function: MaskFunction) -> bool:
-    """Return whether a function lets no token see a later one, as far as its kinds tell."""
+    """Tell whether the kinds of a function's parts guarantee that no token sees a later one."""
     name, inside = kind_of(function)
     parts = [_is_causal(part) for part in inside.get("mask_functions", ())]
     return name == "causal_mask_function" or (any(parts) if name == "and_masks" else bool(parts) and all(parts))
 
 
 def window_of(function: MaskFunction) -> int | None:
-    """Return the window of a function that is causal with a sliding window and nothing else; None for any other."""
+    """Return the window of a mask that is causal with a sliding window and nothing else; None for other masks."""
     name, inside = kind_of(function)
     parts = dict(kind_of(part) for part in inside.get("mask_functions", ())) if name == "and_masks" else {}
     if set(parts) != {"causal_mask_function", "sliding_window_overlay"}:

@@ -1,13 +1,14 @@
-"""One call of attention on a packed sequence: where its samples start, and everything the layer passes along.
+"""Collect what one call of attention on a packed sequence needs: its boundaries and the layer's arguments.
 
 >>> boundaries_of(torch.tensor([0, 3, 5]))
 Bounds(ends=(0, 3, 5), parents=())
 >>> [group.tokens.tolist() for group in groups_of(Bounds((0, 2, 3, 5)), torch.device("cpu")).groups]
 [[[0, 1], [3, 4]], [[2]]]
 
-Boundaries reach attention as the keyword `cu_seq_lens_q`, which transformers hands to every layer: it is there again
-when gradient checkpointing runs a layer a second time, and each of several models has its own. Where rows share a
-prefix the tensor has a second line, so that a kernel that knows flat boundaries only fails at its shape:
+Boundaries reach attention as the keyword `cu_seq_lens_q`, which transformers hands to every layer. A keyword, and not
+a global, because gradient checkpointing runs a layer a second time after the forward is over, and because a process
+may train more than one model. If rows share a prefix, the tensor has a second line. A kernel that expects flat
+boundaries then fails at its shape, instead of computing something wrong:
 
 >>> boundaries_of(tensor_of(Boundaries((3, 2, 1), parents=(-1, 0, 0))))
 Bounds(ends=(0, 3, 5, 6), parents=(-1, 0, 0))
@@ -40,15 +41,16 @@ _ABOUT_THE_SEQUENCE = (
     *("device", "output_hidden_states", "output_router_logits", "deterministic"),
     *("is_causal", "sliding_window"),  # read by the caller, beside the mask
 )
-"""Keywords that reach a layer and say nothing about which of its tokens see each other."""
+"""Keywords that may be ignored: they reach every layer, and do not change which tokens see each other. Any other
+unknown keyword is an error, because it may ask for something that would silently be dropped."""
 
 LEAST_SHARE = 0.8
-"""Samples in a group have at least this share of the tokens of its longest sample, so that at most a fifth of a batch
-is padding, and at most a fifth of the work on it is wasted."""
+"""Samples of a group are at least this long, as a share of the longest sample of the group. So at most a fifth of a
+batch is padding."""
 
-# A cache of `tolist()`, which waits for the device, so that all layers of a forward share one copy. Keyed by the tensor
-# itself: it is the only thing of a forward that every layer is given, also when checkpointing runs a layer again after
-# the forward is over. Weak, so that nothing outlives the batch, and not an attribute, because the tensor is not ours.
+# Caches `tolist()`, which waits for the device, so that all layers of a forward share one copy. The tensor is the key,
+# because no other object of a forward reaches every layer, also when checkpointing runs a layer again after the forward
+# is over. Weak, so that nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
 _on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -96,7 +98,7 @@ def segments_of(bounds: Bounds) -> tuple[Segment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionArgs:
-    """What a layer passes to attention besides query, key, value and mask; `None` stands for "not used"."""
+    """Arguments that a layer passes to attention besides query, key, value and mask; None if it does not use one."""
 
     scaling: float | None = None
     dropout: float = 0.0
@@ -106,7 +108,7 @@ class AttentionArgs:
 
     @classmethod
     def of(cls, module: torch.nn.Module, options: dict[str, Any], *, strict: bool = True) -> AttentionArgs:
-        """Read the keywords of a call. If `strict`, raise for the first unknown keyword, unless its value is empty."""
+        """Read the keywords of a call. If `strict`, raise `AttentionError` for an unknown keyword that has a value."""
         for name, value in options.items() if strict else ():
             if name not in _KNOWN and name not in _ABOUT_THE_SEQUENCE and value is not None and value is not False:
                 raise AttentionError(_refusal(module, name, value))
@@ -120,7 +122,7 @@ class AttentionArgs:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether transformers' sdpa supports these arguments, in all versions."""
+        """Tell whether sdpa of every supported version of transformers supports these arguments."""
         return self.softcap is None and self.sinks is None and self.position_bias is None
 
     def for_sample(self, segment: Segment) -> AttentionArgs:
@@ -152,7 +154,7 @@ class PackedSequence:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Return what is computed together: samples, and where rows share a prefix, prefixes and branches."""
+        """Return the segments that are computed one by one: samples, prefixes and branches."""
         return segments_of(self.bounds)
 
     def mask_of(self, segment: Segment) -> SampleMask:
@@ -168,11 +170,12 @@ class PackedSequence:
 
 
 def part_of(matrix: torch.Tensor, segment: Segment, name: str) -> torch.Tensor:  # (..., num_own, num_keys)
-    """Return the part of a matrix of all tokens against all that a segment would have in its row alone.
+    """Cut the matrix of a segment, as its row alone would have it, out of the matrix of all tokens.
 
-    The matrix was made for the sequence, where other branches lie between a branch and its prefix. So the part is the
-    one of a branch that follows its prefix directly. It is right if only distances count, and that is asked: the part
-    of the branch against itself must be the same in both places. Raises `AttentionError` if it is not.
+    In the sequence other branches may lie between a branch and its prefix, so its distances are too large there. A
+    branch therefore gets the part of one that follows its prefix directly. That is right if the matrix depends on
+    distances only. To check it, the part of the branch against itself must be equal in both places. Raises
+    `AttentionError` if it is not.
     """
     start, end, prefix_start, prefix_end = segment
     own = matrix[..., start:end, start:end]
@@ -190,14 +193,14 @@ def part_of(matrix: torch.Tensor, segment: Segment, name: str) -> torch.Tensor: 
 
 
 def _check_prefix_is_blind(mask: torch.Tensor, segment: Segment) -> None:
-    """Raise `AttentionError` if tokens that rows share see what follows them in one row."""
+    """Raise `AttentionError` if the tokens of a prefix see tokens of a branch."""
     seen = mask[..., segment.prefix_start : segment.prefix_end, segment.start : segment.end]
     if bool((seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2).any()):
         raise AttentionError(prefix_sees(segment))
 
 
 def check_mask(module: torch.nn.Module, mask: Any, num_tokens: int) -> None:
-    """Raise for a mask that cannot be cut into the masks of the samples."""
+    """Raise `AttentionError` for a mask that cannot be cut into the masks of the samples."""
     if mask is None or isinstance(mask, SequenceMask):
         return
     if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2:] == (num_tokens, num_tokens):
@@ -234,10 +237,10 @@ def _refusal(module: torch.nn.Module, name: str, value: Any) -> str:
 
 
 def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torch.Tensor:
-    """Return the query as each sample would have it alone, for layers that scale it by a token's number (Llama 4).
+    """Correct the query of layers that scale it by the position of its token (Llama 4); return any other unchanged.
 
-    The layer has already multiplied the query by a temperature that grows with the token's number in the sequence;
-    in a sample alone the number counts from the sample's start, and in a branch it goes on from its prefix.
+    The layer has already multiplied the query by a temperature, which grows with the token's number in the sequence.
+    Alone, a sample counts its tokens from its own start, and a branch continues the count of its prefix.
     """
     ends = bounds.ends
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
@@ -253,17 +256,17 @@ def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torc
 
 
 def _temperature(module: Any, position: torch.Tensor) -> torch.Tensor:
-    """Compute Llama 4's own formula."""
+    """Compute the temperature by Llama 4's own formula."""
     temperature: torch.Tensor = torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale))
     return temperature * module.attn_scale + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are computed as one batch, padded on the right to the longest of them.
+    """Samples that are computed as one batch, padded on the right to the longest sample.
 
-    Branches are samples too, with prefixes of one length. Their keys are those of the row alone: what follows a branch
-    is padding, and lies behind every query.
+    Branches are samples, too; all prefixes in a group are equally long. The keys of a branch are those of its row
+    alone. Padding after a branch lies behind every query, so a causal mask hides it.
     """
 
     samples: tuple[Segment, ...]
@@ -277,8 +280,8 @@ class Groups:
     """All samples of a sequence, each in one group."""
 
     groups: tuple[Group, ...]
-    tokens: torch.Tensor  # those of all groups, end to end
-    keys: torch.Tensor  # those of all groups, end to end
+    tokens: torch.Tensor  # indices into the sequence, of all groups end to end
+    keys: torch.Tensor  # the keys of all groups, end to end
     places: torch.Tensor  # (num_tokens,): index of each token of the sequence in the groups' tokens, end to end
 
     def in_sequence_order(self, outputs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -291,7 +294,7 @@ def groups_of(bounds: Bounds, device: torch.device) -> Groups:
     """Group samples of similar length, so that work per sample becomes work per group."""
     groups, places, num_before = [], torch.empty(bounds.ends[-1], dtype=torch.long), 0
     for samples in similar_samples(bounds):
-        # On the host, because an index that is made on a device, or asked which of its tokens are real, waits for it.
+        # Computed on the host and copied once: `nonzero` on a device would stop the host until the device is done.
         starts, lengths, prefixes = torch.tensor([(one.start, one.num_own, one.prefix_start) for one in samples]).T[
             :, :, None
         ]
@@ -309,7 +312,7 @@ def groups_of(bounds: Bounds, device: torch.device) -> Groups:
 
 @lru_cache(maxsize=8)
 def similar_samples(bounds: Bounds) -> tuple[tuple[Segment, ...], ...]:
-    """Return the samples by group: those with a prefix of the same length, the longest first."""
+    """Group samples of similar length whose prefixes are equally long. In each group the longest sample is first."""
     samples = sorted(segments_of(bounds), key=lambda sample: (sample.num_prefix, -sample.num_own, sample.start))
     groups: list[list[Segment]] = []
     for sample in samples:

@@ -20,7 +20,7 @@ TRAINING = "train"
 """The mode in which a template makes labels; in its default mode it makes none."""
 WAY_IN = "call swift_vlpack.prepare_model(model, template) first"
 
-# Keywords of a call that are not inputs: the template's own hook drops what it does not know.
+# Keywords of a call that must reach the model although they are no inputs: the template's hook drops unknown keywords.
 _OF_THE_CALL = ("num_items_in_batch", "use_cache", "return_dict", "output_attentions")
 _hooks: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 

@@ -7,10 +7,12 @@
 >>> parse(["verify", "--config", "train.yaml", "--model", "m"]).flags  # flags of the training run pass through
 ['--model', 'm']
 
-A command about a training run needs the environment of that run, so `in_run.py` starts the same command line again in
-it, in the same process: the second time `run` goes on. To add a command, write its module with a constant
-`NAME = Command(...)` (`command.py`) and list the module in `COMMANDS`. Commands import neither torch nor ms-swift at
-their top, because `vlpack --help` and every refusal of a typing mistake have to answer at once.
+A command about a training run needs the environment of that run. So `in_run.py` sets that environment and executes the
+same command line again, in the same process; in this second execution `in_run` returns and `run` does its work.
+
+To add a command, write its module with a constant `NAME = Command(...)` (`command.py`) and list the module in
+`COMMANDS`. Commands import neither torch nor ms-swift at their top, because `vlpack --help` and the refusal of a typing
+mistake have to answer at once.
 """
 
 from __future__ import annotations
@@ -54,21 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. A mistake of the user is one line on stderr and exit code 2; a bug keeps its traceback."""
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else ""
-    if not is_in_run():  # where lines go through ms-swift's own logger
+    if not is_in_run():  # in the environment of a run, log lines go through ms-swift's own logger
         logging.basicConfig(format="[%(levelname)s:vlpack] %(message)s")
     try:
         args = parse(argv)
         status: int = args.of_command.run(args)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # of `vlpack plan ... | head`: Python's own flush at exit would find no reader either
+    except BrokenPipeError:
+        # `vlpack plan ... | head` closed the pipe. Python flushes stdout at exit and would fail there once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except VLPackError as error:
         print(f"vlpack {name}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except ModuleNotFoundError as error:
-        # A training run may miss any module, which our install would not bring: there the traceback tells more.
+        # Inside a training run the missing module may be one of the user's own, which our install would not bring:
+        # then the traceback tells more.
         if is_in_run() or (error.name or "").partition(".")[0] in ("", "swift_vlpack"):
             raise
         print(f"vlpack {name}: needs {error.name}, which is not installed; {INSTALL} brings it", file=sys.stderr)
@@ -78,12 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. `of_command` is the command; `flags` are those of a training run, unparsed."""
+    """Parse a command line.
+
+    In the result, `of_command` is the `Command`, and `flags` are the unparsed flags of a training run. Raises
+    `ConfigError` for an unknown command or flag.
+    """
     name = argv[0] if argv else ""
     if name not in COMMANDS and name and not name.startswith("-"):
         meant = f"; did you mean vlpack sft {name}?" if name.endswith(OF_TRAINING) else did_you_mean(name, COMMANDS)
         raise ConfigError(f"there is no such command{meant or ' (vlpack --help lists all)'}")
-    # The parsers of other commands would only cost their imports.
+    # Make one parser only: to make those of the other commands would import their modules.
     made = parser([name] if name in COMMANDS else COMMANDS)
     args, flags = made.parse_known_args(argv)
     if flags and not args.of_command.takes_run_flags:
@@ -104,7 +112,7 @@ def parser(names: Iterable[str] = COMMANDS) -> Parser:
 
 
 def command_of(name: str) -> Command:
-    """Import a command: the constant of its module that is named after it."""
+    """Import a command's module and return its constant, such as `PLUGIN_PATH` for `plugin-path`."""
     module = import_module(f"swift_vlpack.cli.{COMMANDS[name]}")
     command: Command = getattr(module, name.replace("-", "_").upper())
     return command

@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
     check_launch(run_named(args, needs_gpu=True))
-    signal.signal(signal.SIGTERM, end_by_signal)  # by an exit, so that the process that measures is ended, too
+    signal.signal(signal.SIGTERM, end_by_signal)  # exit by an exception, so that `finally` ends the measuring process
     start = time.perf_counter()
     packed = measured_apart(args.argv, "packed")
     found = {}
@@ -80,7 +80,7 @@ def _unpacked(argv: Sequence[str], phase: str, *, tokens_of_pack: int) -> dict[s
 
 
 def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
-    """Measure a phase in a process of its own, which ends when this one does."""
+    """Measure a phase in a child process, which is terminated if this process ends. Raises `PhaseFailed`."""
     of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack), "--began", str(time.time())]
     command = [sys.executable, "-m", "swift_vlpack", *argv, *of_phase]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:

@@ -1,4 +1,4 @@
-"""Measure for `vlpack bench`: the steps of a trainer, its loader, and the memory they take."""
+"""Time the steps of a trainer and its loader, and read peak memory, for `vlpack bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 SECONDS_OF_LOADER = 5.0
 """Time to measure the loader with each number of workers."""
 NUM_WARM = 2
-"""Sequences that are trained before the first measurement: kernels are chosen then, and memory is taken."""
+"""Sequences that are trained before the first measurement: kernels are chosen and memory is allocated in them."""
 MOST_PADDED = 64
 """Most padded batches in one measurement, if they have fewer tokens than a pack."""
 
@@ -34,18 +34,18 @@ class Laps:
         self._last = began
 
     def __call__(self, part: str) -> None:
-        """End a part; a part that comes again takes longer."""
+        """End a part, and add the seconds since the last lap to it."""
         now = time.time()
         self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 2)
         self._last = now
 
     def skip(self) -> None:
-        """Leave out what was done since the last part, because a start does not do it."""
+        """Count the time since the last lap for no part: the bench spent it, and a run would not."""
         self._last = time.time()
 
 
 class Enough(Exception):
-    """All measurements are taken."""
+    """Raised by `StepTimer` to end training, once all measurements are taken."""
 
 
 class StepTimer:
@@ -64,7 +64,7 @@ class StepTimer:
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Train one batch, and note how long it took. Raises `Enough` after the last measurement."""
-        if isinstance(inputs, tuple):  # all sequences of a step, which come back one by one
+        if isinstance(inputs, tuple):  # all sequences of a step: the trainer calls this again for each of them
             return self._step(model, inputs, *args, **kwargs)
         started = self._now()
         tokens, samples, patches = sizes_of(inputs)
@@ -83,6 +83,7 @@ class StepTimer:
 
     def _close_block(self) -> None:
         seconds, between, tokens, samples, patches = map(sum, zip(*self._parts, strict=True))
+        # Go on until the batches have the tokens of a pack, so that a packed and a padded measurement compare.
         if tokens < self._least_tokens and len(self._parts) < MOST_PADDED:
             return
         block = {"seconds": seconds, "between": between, "tokens": tokens, "samples": samples, "patches": patches}
@@ -133,9 +134,8 @@ def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
             if last - start > SECONDS_OF_LOADER:
                 break
     seconds = last - (first or last)
-    is_measured = (
-        seconds > 0 and num_batches > num_workers + 1
-    )  # the others were read ahead during the wait for the first
+    # While the first batch was awaited, every worker read one ahead: only later batches show the speed of the loader.
+    is_measured = seconds > 0 and num_batches > num_workers + 1
     return {
         "workers": num_workers,
         "first_batch_seconds": None if first is None else round(first - start, 3),
@@ -147,7 +147,7 @@ def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
 
 @contextmanager
 def _closed(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
-    """End the workers, which would slow down what is measured next."""
+    """Yield the batches and close them at the end: workers that go on would slow down the next measurement."""
     try:
         yield batches
     finally:
@@ -155,7 +155,7 @@ def _closed(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
 
 
 def memory() -> dict[str, Any]:
-    """Return the largest memory taken so far and the memory there is, in bytes."""
+    """Return the peak memory of this process and the memory of its GPU, in bytes; `total` is None on the CPU."""
     if torch.cuda.is_available():
         at = torch.cuda.current_device()
         return {"peak": torch.cuda.max_memory_allocated(at), "total": torch.cuda.get_device_properties(at).total_memory}
@@ -163,5 +163,5 @@ def memory() -> dict[str, Any]:
 
 
 def say(what: str) -> None:
-    """Show progress on stderr, which is no part of the report."""
+    """Show progress on stderr, because stdout has the report alone."""
     print(f"vlpack bench: {what}", file=sys.stderr, flush=True)

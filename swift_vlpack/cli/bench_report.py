@@ -11,22 +11,22 @@ from swift_vlpack.cli.lines import labelled, listed, size
 from swift_vlpack.words import counted
 
 ENOUGH = 1.2
-"""Samples that a loader should give for each one trained: with fewer, training waits now and then."""
+"""Samples that a loader should deliver for each trained one. With fewer, training waits for data now and then."""
 NOISY = 0.3
-"""Largest distance of the quartiles, as a share of the median, at which two medians can be compared."""
+"""Largest distance between the quartiles, as a share of the median, up to which two medians are compared."""
 FULL, EMPTY = 0.9, 0.5
-"""Above the one share of a device's memory a run may not fit; below the other a longer pack may."""
+"""Shares of a device's memory: above `FULL`, a longer sequence may not fit; below `EMPTY`, a longer pack may."""
 
 
 class Speed(NamedTuple):
-    """Medians of measurements, because a rare pause should count for little."""
+    """Speed of training: medians over its measurements, because a rare pause should count for little."""
 
     tokens_per_second: float
     samples_per_second: float
     seconds: float
-    """Forward and backward of one measurement."""
+    """Seconds of forward and backward in one measurement."""
     spread: float
-    """Distance of the quartiles of the tokens a second, as a share of the median."""
+    """Distance between the quartiles of tokens a second, as a share of the median."""
     num_measured: int
 
 
@@ -48,7 +48,7 @@ def speed_of(measurements: Sequence[Mapping[str, float]]) -> Speed | None:
 
 
 def start_of(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the seconds to step 1 by parts, and those of the length pass of all rows, at a first start."""
+    """Return the seconds to step 1 by parts, and an estimate of the length pass over all rows at a first start."""
     parts = dict(packed["start"])
     waited = [one["first_batch_seconds"] for one in packed["loader"] if one["workers"] == packed["workers_of_run"]]
     parts["first batch"] = waited[0] or 0.0
@@ -77,7 +77,7 @@ def _delivered_and_trained(report: Mapping[str, Any]) -> tuple[float | None, flo
 
 
 def advice_on(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what to do, and the measurement that says so."""
+    """Return advice, each with the measurement that it follows from."""
     found = (*_on_noise(report), *_on_workers(report), *_on_length(report), *_on_caps(report), *_on_memory(report))
     return [{"advice": advice, "because": because} for advice, because in found]
 

@@ -43,7 +43,7 @@ NOTHING_BETWEEN = (
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
     *("--dataloader_persistent_workers", "false"),
 )
-"""Flags of a run without evaluation, checkpoint or log between its steps."""
+"""Flags that switch off evaluation, checkpoints and logs, which would fall between the measured steps."""
 
 
 def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
@@ -85,9 +85,8 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
     need_packing(run.args)
     if run.args.streaming:
         raise ConfigError("--streaming true has nothing to plan and no loader that ends; bench the files without it")
-    with tempfile.TemporaryDirectory(
-        prefix="vlpack-"
-    ) as folder:  # empty, as at a first start, when no lengths are remembered
+    # An empty folder: the length pass is measured as at a first start, when no lengths are remembered.
+    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
         config = replace(packing_config(run.args), packing_cache_dir=folder)
         use_attention(run.model, run.args.attn_impl)
         all_sources, _ = load_sources(run.args, config)
@@ -107,7 +106,7 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
 
 
 def _unpacked_data(run: TrainableRun, args: argparse.Namespace, config: PackingConfig) -> list[Any]:
-    """Take the same rows for ms-swift's own batches, by its own trainer."""
+    """Take the rows of the packed phase for ms-swift's own trainer, which pads them."""
     if args.phase == PADDING_FREE:
         # Not by the flag, for which ms-swift asks for flash-attn: our attention reads the boundaries as well.
         use_attention(run.model, run.args.attn_impl)
@@ -149,7 +148,7 @@ def _measure_unpacked(args: argparse.Namespace, found: dict[str, Any], config: P
 
 
 def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:
-    """Train until enough is measured."""
+    """Train until `StepTimer` has its measurements."""
     timer = StepTimer(trainer, args)
     trainer.training_step = timer
     start = time.perf_counter()
@@ -160,7 +159,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> N
 
 
 class UnpackedRows(Dataset[Any]):
-    """Encode rows when they are read. A row that cannot be encoded is replaced by the next one."""
+    """Encode rows when they are read, and replace a row that cannot be encoded by the next one."""
 
     def __init__(self, rows: FusionCaptionDataset) -> None:
         self.rows = rows
@@ -177,7 +176,7 @@ class UnpackedRows(Dataset[Any]):
 
 
 def workers_to_try(cores: int) -> list[int]:
-    """Try no worker, and powers of two up to the cores.
+    """Return the numbers of loader workers to measure: none, the powers of two up to the cores, and all cores.
 
     >>> workers_to_try(1), workers_to_try(6), workers_to_try(8)
     ([0, 1], [0, 1, 2, 4, 6], [0, 1, 2, 4, 8])

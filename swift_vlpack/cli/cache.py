@@ -1,4 +1,4 @@
-"""`vlpack cache list` and `vlpack cache clear`: show or remove the lengths that are remembered from run to run."""
+"""`vlpack cache list` and `vlpack cache clear`: show or remove the cached lengths of rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _is_wanted(group: Remembered, args: argparse.Namespace) -> bool:
 def cache_report(
     folder: Path, groups: Sequence[Remembered], shared: Sequence[Path], *, is_filtered: bool = False
 ) -> dict[str, Any]:
-    """Return what is remembered, as plain numbers and names: an entry for each source under one template."""
+    """Return the report for `--json`: an entry for each source under one template, and the sum of all sizes."""
     now = time.time()
     entries = [
         {

@@ -75,6 +75,7 @@ class PassThrough(argparse.Action):
     ) -> None:
         """Append to `passed`."""
         values = [values] if isinstance(values, str) else list(values or ())
+        # A new list, because the default of `passed` is one object that all parsed command lines would share.
         namespace.passed = [*namespace.passed, option_string, *values]
 
 
@@ -101,7 +102,7 @@ def add_packing_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
         group.add_argument(
             f"--{spec.name}",
             action=PassThrough,
-            nargs="?",  # a bare `--packing` means true; the others are refused by name where they are read
+            nargs="?",  # a bare `--packing` means true; `host.launch` refuses any other flag without a value, by name
             metavar=kind_of(spec.name),
             default=argparse.SUPPRESS,
             help=f"{spec.metadata['help']} (default: {default})",

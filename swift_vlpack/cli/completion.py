@@ -1,7 +1,7 @@
 """Print a script that lets a shell complete `vlpack`: commands, flags, their choices, and files.
 
-`shtab` writes the script from the parser. The parsers of commands about a run know their own flags only; here they
-get those of the installed ms-swift too.
+`shtab` writes the script from the parser. The parser of a command about a run knows its own flags only, so this module
+adds the flags of the installed ms-swift.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from swift_vlpack.host.launch import SWIFT_COMMANDS
 from swift_vlpack.host.swift_flags import Flag, flags
 
 SHELLS = ("bash", "zsh", "fish")
-"""Shells in which a test presses Tab; shtab knows more."""
+"""Shells that are offered: a test presses Tab in each. shtab supports more, which no test has tried."""
 _FILES = ("FILE", "PATH", "FOLDER", "OUTPUT_DIR")
-"""Words that the help shows for a value that is a path."""
+"""Placeholders in the help that stand for a path."""
 _FILES_OF_SWIFT = (
     *("model", "dataset", "val_dataset", "output_dir", "external_plugins", "resume_from_checkpoint", "adapters"),
     *("deepspeed", "custom_dataset_info", "logging_dir"),
@@ -40,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _add_what_help_leaves_out(parser: argparse.ArgumentParser) -> None:
-    """Add to a parser and its subparsers what a shell may complete. They cannot parse a command line after that."""
+    """Add all that a shell may complete to a parser and its subparsers. They cannot parse anything afterwards."""
     command: Command | None = parser.get_default("of_command")
     if command is not None and command.takes_run_flags:
         _add_line_of_run(parser)
@@ -75,7 +75,7 @@ def _typed(value: Any) -> str:
 
 
 def _add_values(action: argparse.Action) -> None:
-    """Tell shtab what an action takes: choices that only the help shows, or a file."""
+    """Give an action what shtab reads: the choices that only its help text lists, or that its value is a file."""
     shown = str(action.metavar or "")
     if action.choices is None and shown.startswith("{"):
         # INT stands for any number.
@@ -88,7 +88,7 @@ def _add_values(action: argparse.Action) -> None:
 
 
 def _brief(text: str) -> str:
-    """Cut a help text to what fits beside its flag in a list of many."""
+    """Shorten a help text to its first sentence, at most 100 characters: shells show one line for each flag."""
     text = text.replace("%(default)s", "").partition(". ")[0].partition(" (default")[0].rstrip(".")[:100]
     return text.replace("%", "%%")
 

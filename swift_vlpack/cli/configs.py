@@ -14,7 +14,7 @@ from swift_vlpack.host.path_checks import check_folder
 from swift_vlpack.words import did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "configs"
-"""Folder of the ready files: part of the wheel; in a checkout a link to the folder `configs`."""
+"""Folder of the ready files. The wheel contains it; in a checkout it is a link to the folder `configs`."""
 _NAMED = re.compile(r"\$schema=(\S+)|^fusion_config: configs/(\S+)", re.MULTILINE)
 _PLUGIN = "swift_vlpack/plugin/vlpack.py"
 

@@ -1,4 +1,4 @@
-"""`vlpack doctor`: look at the environment, and say what stands in the way of training and the way out."""
+"""`vlpack doctor`: check the environment, and report what would stop training and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from swift_vlpack.lengths.cache_folder import lengths_folder
 from swift_vlpack.words import INSTALL, counted
 
 STOP, WARN, NOTE = "stop", "warn", "note"
-"""Levels of advice: training would stop; it may fail or be slow; it is good to know."""
+"""Levels of advice: training would stop; training may fail or be slow; good to know."""
 ENOUGH_SHARED = 2 * GB
-"""A batch with a few large images takes about 50 MB of shared memory, and every worker has two under way."""
+"""Shared memory that is enough: a batch with a few large images has about 50 MB, and each worker holds two."""
 ENOUGH_FILES = 4096
 LEAST_DISK = GB
 
@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def doctor_report() -> dict[str, Any]:
-    """Look at everything. Returns the facts, with advice."""
+    """Collect the facts about versions, imports and the machine. Returns them with the advice that follows."""
     cache = lengths_folder(chosen_options(os.environ).get("packing_cache_dir"), os.environ)
     facts = {
         "version": __version__,
@@ -56,7 +56,7 @@ class Advice(NamedTuple):
 
 
 def advice_on(facts: Mapping[str, Any]) -> list[Advice]:
-    """Advise on what was seen, the gravest first."""
+    """Return the advice that follows from the facts, most severe first."""
     order = {STOP: 0, WARN: 1, NOTE: 2}
     found = (*_on_packages(facts), *_on_imports(facts), *_on_devices(facts), *_on_machine(facts))
     return sorted(found, key=lambda one: order[one.level])

@@ -1,7 +1,7 @@
-"""Look at what training would find here: installed packages, the machine, and torch and ms-swift themselves.
+"""Describe the environment of a training run: installed packages, the machine, torch and ms-swift.
 
-The last two have to be imported, which takes seconds and can end the process, so `imported` starts another one for it:
-`python -m swift_vlpack.cli.environment` prints one JSON object. The rest needs nothing but Python.
+To import torch and ms-swift takes seconds, and a broken installation can crash the process. So `imported` does it in a
+child process: `python -m swift_vlpack.cli.environment` prints one JSON object. Everything else needs Python alone.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def fits(version: str | None, wanted: str) -> bool | None:
 
 
 def machine(cache: Path) -> dict[str, Any]:
-    """Return what the system gives a process, sizes in bytes; null where the system does not say."""
+    """Return cores, memory, shared memory, open files and disk of this process; sizes in bytes, None if unknown."""
     return {
         "cores": num_cores(),
         "memory": memory(),
@@ -114,7 +114,7 @@ def machine(cache: Path) -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """Count the cores that this process may use: in a container they can be fewer than the machine has."""
+    """Count the cores that this process may use: a container may have fewer than its machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _text(_CGROUP / "cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal():
@@ -123,7 +123,7 @@ def num_cores() -> int:
 
 
 def memory() -> int | None:
-    """Return the bytes that a process can have: of the machine, or of its container where that is less."""
+    """Return the memory of the machine in bytes, or the limit of the container if that is less; None if unknown."""
     sizes = [int(limit) for limit in [_text(_CGROUP / "memory.max")] if limit.isdecimal()]
     with suppress(ValueError, OSError):
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -131,7 +131,7 @@ def memory() -> int | None:
 
 
 def _size_of_folder(folder: Path) -> dict[str, int]:
-    """Count files and bytes in a folder, not in those below it."""
+    """Count the files of a folder and their bytes, without its subfolders."""
     sizes = []
     with suppress(OSError):
         for entry in os.scandir(folder):
@@ -141,7 +141,7 @@ def _size_of_folder(folder: Path) -> dict[str, int]:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that is there."""
+    """Return the path if it exists, else the nearest folder above it that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -165,7 +165,7 @@ def _text(path: Path) -> str:
 
 
 def imported() -> dict[str, Any]:
-    """Import torch and ms-swift in another process. Returns devices, and whether what packing relies on is there."""
+    """Import torch and ms-swift in another process. Returns their versions, the devices, and what failed."""
     if find_spec("torch") is None:
         return {}
     print("importing torch and ms-swift, which takes a while ...", file=sys.stderr)
@@ -179,7 +179,7 @@ def imported() -> dict[str, Any]:
 
 
 def import_here() -> dict[str, Any]:
-    """Import torch and ms-swift in this process; what cannot be imported is described."""
+    """Import torch and ms-swift in this process. Returns what was found; a failed import is a text in the result."""
     try:
         found = _torch()
     except Exception as error:  # whatever a broken installation raises

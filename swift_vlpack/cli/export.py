@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
         _check_output(args.output, may_exist=args.exist_ok == "true")
         if args.num_ranks is not None and args.packed != "true":
             raise ConfigError("--num_ranks is for the index of --packed; give both, or leave it out")
-    # An export packs nothing, so what packing cannot be used with does not matter.
+    # An export packs nothing, so options that cannot be combined with packing are allowed.
     args.flags = [*args.flags, "--packing", "false"]
     with in_run(args, check=partial(_check_run, args)) as (run, out):
         from swift_vlpack.host.export import ExportOptions, export
@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _is_shared(args: argparse.Namespace) -> bool:
-    """Tell whether samples are shared by several ranks of context parallelism; one rank pads nothing."""
+    """Tell whether several ranks of context parallelism share a sample; a single rank needs no padding."""
     return (args.context_parallel_size or 1) > 1
 
 
@@ -141,7 +141,7 @@ def _check_run(args: argparse.Namespace, run: RunLaunch) -> None:
 
 
 def _check_output(folder: Path, *, may_exist: bool) -> None:
-    """Refuse a folder that cannot be written, or that has something else in it than an earlier export."""
+    """Raise `ConfigError` if the folder cannot be written, or has files in it that no export wrote."""
     check_folder("--output", folder)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if others := sorted(names - _OF_EXPORT):

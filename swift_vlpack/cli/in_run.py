@@ -5,10 +5,10 @@ are read when Python or a library starts. So a command about a run is executed t
 
 1. `vlpack plan --config train.yaml` checks what can be checked without a heavy import, then replaces itself (`execve`)
    by `python -m swift_vlpack plan --config train.yaml` with the environment of the run;
-2. there `in_run` finds its mark in the environment, and the command goes on.
+2. in this second execution, `in_run` finds its mark in the environment, and the command does its work.
 
-From then on stdout has the report alone: what libraries print, also from C, goes to stderr. Because the process stays
-the one that the user started, no parent has to hand on signals, the terminal or the exit code.
+From then on stdout has the report alone: whatever libraries print, also from C, goes to stderr. The process is still
+the one that the user started, so no parent process has to pass on signals, the terminal or the exit code.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from swift_vlpack.words import INSTALL
 
 PACKAGE = Path(__file__).parents[1]
 STDOUT, STDERR = 1, 2
-"""File numbers."""
+"""File descriptors."""
 MARK = "_VLPACK_IN_RUN"
-"""Variable with the process id, set for the second execution. In processes that inherit it, the id is another one."""
+"""Variable that marks the second execution. It has the process id, so that child processes are not taken for it."""
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
@@ -44,8 +44,8 @@ def in_run(
 ) -> Iterator[tuple[RunLaunch, TextIO]]:
     """Enter the environment of the run that the flags name; yields the run and the file for the report.
 
-    The first execution does not return from here; `check` refuses a run before it ends. With `needs_gpu` the process
-    sees the GPUs of one rank.
+    The first execution does not return from here; it calls `check`, which raises for a run that has to be refused. With
+    `needs_gpu` the process sees the GPUs of one rank, else none.
     """
     if not is_in_run():
         run = run_named(args, needs_gpu=needs_gpu)
@@ -70,7 +70,7 @@ def is_in_run() -> bool:
 
 
 def run_named(args: argparse.Namespace, *, needs_gpu: bool = False) -> RunLaunch:
-    """Work out which run the flags name, with its environment."""
+    """Return the training run that the flags name, with its environment."""
     need_ms_swift()
     command, flags = command_and_flags(args)
     num_ranks = getattr(args, "num_ranks", None)
@@ -107,24 +107,25 @@ def replace_process(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit with the code by which shells name a signal. By an exception, so that temporary folders are removed."""
+    """Exit with 128 + the signal's number, as shells do. `sys.exit` raises, so temporary folders are removed."""
     sys.exit(128 + number)
 
 
 @contextmanager
 def _report_on_stdout() -> Iterator[TextIO]:
-    """Yield a file that is this process's stdout; everything else that is printed goes to stderr from now on."""
+    """Yield a file that writes to stdout, and send everything else that prints to stdout to stderr."""
     sys.stdout.flush()
-    # The copy is closed in the programs that this process starts, so that a reader of stdout does not wait for them.
+    # `os.dup` makes a descriptor that child processes do not inherit. Otherwise a reader of stdout would wait until the
+    # last of them ends.
     with os.fdopen(os.dup(STDOUT), "w", encoding="utf-8", errors="backslashreplace") as report:
         os.dup2(STDERR, STDOUT)
         yield report
 
 
 def _quiet_libraries() -> None:
-    """Hide warnings of ms-swift and its libraries, so that the report stands out; errors and our own lines stay.
+    """Hide warnings of ms-swift and its libraries, but not errors and not the lines of this package.
 
-    Has to come before any of them is imported.
+    Call it before any of these libraries is imported, because they read the variables at import.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

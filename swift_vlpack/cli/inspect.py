@@ -1,8 +1,8 @@
 """`vlpack inspect`: look at packs, steps and rows of a run that is to be started, or of one that was trained.
 
-`inspect_run.py` finds what the flags ask for, `inspect_packs.py` reads packs as training would. `--run` names a trained
-run: `run_options.py` reads its flags, `trained_run.py` its log and checkpoints. A saved data set of blocks of documents
-needs neither a run nor a model.
+`inspect_run.py` finds the packs and steps that the flags ask for, and `inspect_packs.py` reads them as training would.
+`--run` names a trained run: `run_options.py` reads its flags, `trained_run.py` its log and checkpoints. A saved data
+set of blocks of documents needs neither a run nor a model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     blocks = parser.add_argument_group("a saved data set of blocks, without a model")
     blocks.add_argument(
         "--dataset",
-        action=PassThrough,  # the data sets of a run, unless there is no run
+        action=PassThrough,  # also ms-swift's flag: `_is_of_blocks` decides which of the two is meant
         nargs="*",
         metavar="DIR",
         help="folder of `save_to_disk` with blocks of documents",
@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     is_run_flag = args.config is None and args.run is None  # then --seed is one of ms-swift's flags, as --model is
     if args.seed is not None and (is_run_flag or args.random is None):
         args.flags = [*args.flags, "--seed", str(args.seed)]
-    width, is_colourful = _terminal()  # before stdout is the report's alone
+    width, is_colourful = _terminal()  # ask now: `in_run` redirects stdout, which is no terminal then
     with in_run(args) as (launch, out):
         from swift_vlpack.cli.inspect_run import InspectRequest, look
         from swift_vlpack.host.run import run_of
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
             else:
                 for text in inspect_text(result, width, is_colourful=is_colourful):
                     out.write(text)
-                    out.flush()  # the next pack may take a while to be read
+                    out.flush()  # show this pack now, because reading the next one may take a while
     return 0
 
 
@@ -145,7 +145,7 @@ def inspect_text(result: InspectResult, width: int, *, is_colourful: bool) -> It
 
 
 def _find_run(args: argparse.Namespace) -> None:
-    """Take the flags of a trained run from its output directory. Flags that are given here come after them and win."""
+    """Put the flags of a trained run before the given ones, which win because they come later."""
     args.run = run_named(args.run)
     found = run_options(args.run)
     for name, value in found.variables.items():

@@ -1,7 +1,7 @@
-"""Look at packs of a run as training would get them: choose them, read them, make them readable.
+"""Choose packs of a run, read them as training does, and make them readable.
 
-`PackFilter` says which packs of an epoch are meant, `PackViewer` shows them. Packs come from the run's own feed and
-collator, so what is shown are the tensors of training.
+`PackFilter` chooses packs of an epoch, `PackViewer` shows them. Packs come from the run's own feed and collator, so the
+tensors are those that training gets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EVERY_ANSWER = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class PackFilter:
-    """Choose packs of an epoch; at most one of the fields is set, without any all packs are meant."""
+    """Choose packs of an epoch by one of these fields; an empty filter chooses all packs."""
 
     pack: int | None = None
     sample: str | None = None
@@ -48,12 +48,12 @@ class PackFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing was chosen."""
+        """Tell whether no field is set."""
         return self.pack is None and not self.needs_plan
 
     @property
     def needs_plan(self) -> bool:
-        """Return whether packs are chosen by what only a plan knows ahead of time."""
+        """Tell whether choosing takes the plan of a whole epoch, which a stream does not have."""
         return self.sample is not None or self.longest or self.emptiest or self.random is not None
 
     def numbers(self, plan: EpochPlan, dataset: FusionCaptionDataset) -> list[int]:
@@ -70,7 +70,7 @@ class PackFilter:
         tokens = plan.packs.num_tokens_per_pack
         if self.longest:
             return [int(tokens.argmax())]
-        if self.emptiest:  # of packs with a sample: one without only completes a step and shows nothing
+        if self.emptiest:  # skip packs without a sample: they only complete a step, and have nothing to show
             return [int(np.where(tokens > 0, tokens, np.iinfo(np.int64).max).argmin())]
         if self.random is not None:
             return sorted(random.Random(self.seed).sample(range(len(plan)), min(self.random, len(plan))))
@@ -78,7 +78,7 @@ class PackFilter:
 
 
 def _packs_of_sample(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> list[int]:
-    """Return the packs that have a row, which is named as in every report: `source:row`."""
+    """Return the packs that hold the row `source:row`. Raises `ConfigError` if no pack of the epoch holds it."""
     positions = _positions_of(plan, dataset, name)
     places = np.flatnonzero(np.isin(plan.packs.members, positions))
     packs: list[int] = np.unique(np.searchsorted(plan.packs.offsets, places, side="right") - 1).tolist()
@@ -90,7 +90,7 @@ def _packs_of_sample(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) 
 
 
 def _positions_of(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> NDArray[np.intp]:
-    """Return where the schedule of the epoch has a row, or its parts."""
+    """Return the positions of a row, or of its parts, in the schedule of the epoch."""
     source, _, _ = name.rpartition(":")
     names = [one.name for one in dataset.sources]
     if source not in names:
@@ -111,7 +111,7 @@ def _positions_of(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> 
 
 
 class PackViewer:
-    """Show packs and samples of a run. Each is read when it is asked for."""
+    """Show packs and samples of a run. Each pack is read and encoded only when it is shown."""
 
     def __init__(self, run: Run, feed: Feed, *, with_thumbnails: bool = False) -> None:
         self.feed = feed
@@ -123,7 +123,7 @@ class PackViewer:
     def packs(
         self, numbers: Sequence[int], place_of: Callable[[int], Place], plan: EpochPlan | None = None
     ) -> Iterator[PackShown]:
-        """Show packs of a plan; without a plan, of those that the readers of the first rank make from the beginning."""
+        """Show packs of a plan by number. Without a plan, count the packs that rank 0 makes from the beginning."""
         collator = collator_of(self._args, self._template, self.feed.seed)
         num_workers = self._args.training_args.dataloader_num_workers
         batches = self.feed.batches_of(numbers, collator, plan=plan, num_workers=num_workers)
@@ -154,7 +154,7 @@ class PackViewer:
         return {source.name: source.origin or source.name for source in self.feed.sources}
 
     def _lookup(self, addresses: Iterable[Address]) -> SampleLookup:
-        """Look up samples; rows and answers of those at these addresses only, because a stream has no others."""
+        """Make a lookup. Only samples at these addresses have a row and an answer: a stream cannot be read again."""
         at = {self.feed.dataset.sample_id(address): address for address in addresses}
         return SampleLookup(
             decode=lambda ids: str(self._template.tokenizer.decode(ids, skip_special_tokens=False)),
@@ -167,7 +167,7 @@ class PackViewer:
 
     @cached_property
     def _placeholders(self) -> frozenset[int]:
-        """Return the tokens that stand for what the vision tower gives."""
+        """Return the ids of the tokens that the vision tower's features replace."""
         template = self._template
         return frozenset((*placeholder_ids(template), *MediaTokens.of(template).placeholders.values()))
 
@@ -175,13 +175,13 @@ class PackViewer:
         return self.feed.sources[address.source].row(address.row_index)
 
     def _answer(self, address: Address) -> Sequence[int] | None:
-        """Return the labels of a sample if every answer of its row were trained; None if that cannot be encoded."""
+        """Return the labels that a sample would have if every answer of its row were trained; None if unknown."""
         row = dict(self._row(address))
         messages = row.get("messages") or ()
         row["messages"] = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
         try:
             made = self._answering(address.source).encode(row)
-        except Exception:  # whatever training can encode and this cannot, only the marks of masked tokens are lost
+        except Exception:  # without these labels, masked tokens are shown as prompt; the rest is unaffected
             return None
         labels: Sequence[int] | None = made.get("labels") if isinstance(made, dict) else None
         span = address.span
@@ -193,7 +193,7 @@ def _tokens_of(sample: Encoded) -> SampleTokens:
 
 
 def _training_every_answer(template: Any) -> Any:
-    """Copy a template, so that the copy trains every answer: then what is masked of one can be told from a prompt."""
+    """Copy a template and let the copy train every answer, so that masked answers can be told from prompts."""
     own = copy.copy(template)
     own._loss_scale, own._loss_scale_cache = EVERY_ANSWER, {}
     return own

@@ -1,8 +1,8 @@
-"""Find what `vlpack inspect` is asked for in a run: an epoch at a glance, packs, optimizer steps, samples.
+"""Answer `vlpack inspect` for a run: an epoch at a glance, packs, optimizer steps, samples.
 
-`look` takes the run and an `InspectRequest`, and returns an `InspectResult`. A feed that plans can show any pack of any
-epoch, of a run that is to be started or of one that was trained. A feed that makes packs as rows come shows the first
-packs before the run, and after it which rows were trained, by the packs that the ranks recorded.
+`look` takes the run and an `InspectRequest`, and returns an `InspectResult`. A planned feed can show any pack of any
+epoch, before or after training. A streamed feed can show its first packs before training. After training it shows which
+rows each step trained, from the packs that the ranks recorded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from swift_vlpack.words import counted
 
 COMPUTED, RECORDED = "packs computed again", "packs as recorded"
 NUM_ON_PAGE = 20
-"""Packs of a stream on a page if none were chosen: to read more takes as long as to train on them."""
+"""Packs of a stream that a page shows if none were chosen: more would take long, because all rows are encoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectRequest:
-    """The flags of `vlpack inspect` that say what to look at; names are those of the flags."""
+    """The flags of `vlpack inspect` that choose what to show. Fields are named like the flags."""
 
     packs: PackFilter = field(default_factory=PackFilter)
     epoch: int | None = None
@@ -54,7 +54,7 @@ class InspectRequest:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> InspectRequest:
-        """Take what is given of the flags."""
+        """Make a request of the parsed flags, and ignore all other flags."""
         given = {name: value for name, value in flags.items() if value is not None}
         chosen, own = ({one.name: given[one.name] for one in fields(kind) if one.name in given}
                        for kind in (PackFilter, cls))  # fmt: skip
@@ -62,23 +62,23 @@ class InspectRequest:
 
     @property
     def is_of_steps(self) -> bool:
-        """Return whether optimizer steps are asked for."""
+        """Tell whether optimizer steps are asked for."""
         return self.step is not None or self.loss_spikes is not None
 
 
 @dataclass(kw_only=True)
 class InspectResult:
-    """What there is to show. Packs and examples are read while they are shown."""
+    """The answer to an `InspectRequest`. `packs` and `examples` are iterators that read data as they go."""
 
     overview: Mapping[str, Any] | None = None
     steps: Sequence[StepShown] = ()
     packs: Iterable[PackShown] = ()
     num_packs: int | None = None
-    """How many there are, of which `packs` may be a selection; None if that is not known before they are read."""
+    """Number of packs that match, of which `packs` may be a selection; None if unknown before they are read."""
     examples: Iterable[Member] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything for other programs."""
+        """Return the JSON object of `--json`. Reads all packs and examples."""
         return {
             "overview": self.overview,
             "steps": [step.as_json() for step in self.steps],
@@ -88,7 +88,7 @@ class InspectResult:
 
 
 def look(run: Run, request: InspectRequest) -> InspectResult:
-    """Find what is asked for, in a run that is to be started or in one that was trained."""
+    """Answer a request about a run that is to be started, or that was trained (`request.run`)."""
     trained = None if request.run is None else TrainedRun(request.run)
     plans = plans_ahead(run.args)
     if trained is not None and request.is_of_steps and not (plans and trained.was_planned):
@@ -100,11 +100,11 @@ def look(run: Run, request: InspectRequest) -> InspectResult:
     return _PlannedRun(run, planned, trained, with_thumbnails=request.html is not None).find(request)
 
 
-# -- packs that are planned -------------------------------------------------------------------------------------------
+# -- planned packs ----------------------------------------------------------------------------------------------------
 
 
 class _PlannedRun:
-    """Find packs and steps in the plans of a run: those of its training, or those it would have."""
+    """Find packs and steps in the plans of a run, which are computed again or, before training, ahead of it."""
 
     def __init__(self, run: Run, feed: Feed, trained: TrainedRun | None, *, with_thumbnails: bool) -> None:
         self._args = run.args
@@ -119,7 +119,7 @@ class _PlannedRun:
             trained.check_spans(self._plan_of)
 
     def find(self, request: InspectRequest) -> InspectResult:
-        """Find what is asked for."""
+        """Answer a request."""
         if request.loss_spikes is not None:
             return InspectResult(steps=_spike_steps(self._losses, request.loss_spikes, self._step_shown))
         if request.step is not None:
@@ -146,7 +146,8 @@ class _PlannedRun:
     def _packs_of_epoch(self, plan: EpochPlan, span: EpochSpan, numbers: Sequence[int]) -> Iterator[PackShown]:
         def place_of(number: int) -> Place:
             rank, step = step_of_pack(plan, span, number)
-            # A step up to the resume is counted by the span before it, which had other ranks or accumulation.
+            # Packs before the resume were trained by the span before, perhaps with other ranks or accumulation, so this
+            # span cannot say their step.
             return Place(len(plan), rank, step if step > span.step else None)
 
         return self._viewer.packs(numbers, place_of, plan)
@@ -208,7 +209,7 @@ class _PlannedRun:
         return self._plans[span]
 
     def _span_of_epoch(self, epoch: int) -> EpochSpan:
-        """Return where an epoch began, or went on last; of an epoch that is not trained yet, where it will begin."""
+        """Return the last known span of an epoch; count on to an epoch that is not trained yet."""
         known = [span for span in self._spans if span.epoch == epoch]
         if known:
             return known[-1]
@@ -224,7 +225,7 @@ class _PlannedRun:
         return span
 
 
-# -- packs that are made as rows come ---------------------------------------------------------------------------------
+# -- streamed packs ---------------------------------------------------------------------------------------------------
 
 
 def _first_packs(run: Run, feed: Feed, request: InspectRequest) -> InspectResult:
@@ -251,7 +252,7 @@ def _first_packs(run: Run, feed: Feed, request: InspectRequest) -> InspectResult
 
 
 def _recorded(run: Run, trained: TrainedRun, request: InspectRequest) -> InspectResult:
-    """Find the packs of steps as every rank recorded them."""
+    """Show the steps of a trained stream from the packs that its ranks recorded."""
     recorded = trained.recorded_steps()
     if recorded is None:
         raise ConfigError(

@@ -14,12 +14,12 @@ MB, GB = 2**20, 2**30
 
 
 def labelled(lines: Iterable[tuple[str, str]], *, width: int = 12) -> str:
-    """Put the texts below each other, each after its label."""
+    """Join labelled texts, a line each, with the texts aligned."""
     return "\n".join(f"{label:<{width}} {text}".rstrip() for label, text in lines)
 
 
 def listed(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Label the first of several texts."""
+    """Return a labelled line for each text; only the first one shows the label."""
     return [(label if not at else "", text) for at, text in enumerate(texts)]
 
 

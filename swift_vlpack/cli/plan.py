@@ -1,7 +1,7 @@
 """`vlpack plan`: report what training would see, from a file of lengths or from the run itself.
 
-A file of lengths is planned here, with numpy alone. For a run, ms-swift's own functions make arguments, template and
-data, as in training; no weights are loaded.
+A file of lengths is planned with numpy alone. For a run, ms-swift's own functions make arguments, template and data, as
+in training; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(report) if args.json else plan_text(report))
         return 0
     left_out = args.failures or Path(LEFT_OUT_FILE)
-    check_file("--failures", left_out)  # before the length pass
+    check_file("--failures", left_out)  # now, because the length pass before it is written may take hours
     if args.seed is not None:
         args.flags = [*args.flags, "--seed", str(args.seed)]
     with in_run(args) as (run, out):
@@ -120,7 +120,7 @@ def config_of(args: argparse.Namespace) -> PackingConfig:
 def training_report(
     flags: Sequence[str], *, num_ranks: int, failures_file: Path, command: str = "sft"
 ) -> dict[str, Any]:
-    """Report what ms-swift's command with these flags would train on, and list the rows that it would leave out."""
+    """Plan the run of `swift sft` or `swift pt` with these flags. Returns the report; lists left-out rows in a file."""
     from swift_vlpack.feed.epoch_report import data_report, left_out_by, left_out_warning, plan_facts
     from swift_vlpack.host.run import feed_of, run_of
 
@@ -155,13 +155,15 @@ def _steps(args: Any, steps_per_epoch: int) -> dict[str, int]:
 
 
 def _refuse_another_file(path: Path) -> None:
-    """Refuse to replace a file that is no earlier list, before anything is measured."""
+    """Raise `ConfigError` if the file has content other than an earlier list: it would be overwritten."""
     if path.exists() and path.stat().st_size and not any(listed(path)):
-        raise ConfigError(f"{path} is no list of rows that were left out; name another file with --failures")
+        raise ConfigError(
+            f"{path} is not a list of left-out rows, and is not overwritten; name another file with --failures"
+        )
 
 
 def _list_left_out(feed: PlannedFeed, path: Path) -> int:
-    """Write one JSON object a line for every row that is left out. Without any, remove an earlier list."""
+    """Write a line of JSON for every left-out row; without any, remove an earlier list. Returns the lines written."""
     from swift_vlpack.feed.epoch_report import left_out_rows
 
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in left_out_rows(feed.epoch_plan, feed.dataset)]
@@ -170,7 +172,7 @@ def _list_left_out(feed: PlannedFeed, path: Path) -> int:
             path.write_text("".join(lines), encoding="utf-8")
         else:
             path.unlink(missing_ok=True)
-    except OSError as error:  # not fatal, because the report took a whole length pass
+    except OSError as error:  # an error here would throw away the report, which took a whole length pass
         lost = counted(len(lines), "left-out row")
         logger.error(
             f"packing: {path} cannot be written ({error.strerror}), so the list of {lost} is missing; name another "

@@ -12,7 +12,7 @@ from swift_vlpack.words import by_reason, counted
 
 
 def plan_text(report: dict[str, Any]) -> str:
-    """Lay out the report of a file of lengths, or of a run, which has more in it."""
+    """Write the report for a reader: of a file of lengths, or of a run, whose report also has `sources`."""
     is_of_run = "sources" in report
     lines = [*(_about_data(report) if is_of_run else []), *_about_packs(report)]
     lines += _about_steps(report) if is_of_run else [("time", f"{report['seconds']:.2f} s")]
@@ -59,7 +59,7 @@ def _about_fill(report: dict[str, Any]) -> list[tuple[str, str]]:
         return [("fill", nothing)]
     return [
         ("fill", f"{100 * report['mean_fill']:.2f}% mean"),
-        ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
+        ("lower bound", _lower_bound(report)),
     ]
 
 
@@ -94,7 +94,7 @@ def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
 
 
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say what the data is like: the sources as a table, lengths, images."""
+    """Describe the data: a table of the sources, then lengths and images."""
     width = max(len("source"), *map(len, report["sources"]))
     asked = ", ratios are shares of tokens" if report["ratio_by"] == "tokens" else ""
     lines = [("data", f"{counted(report['rows'], 'row')} in {counted(len(report['sources']), 'source')}{asked}")]
@@ -129,6 +129,13 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return [*lines, ("lengths", f"{lengths} tokens"), ("images", images)]
+
+
+def _lower_bound(report: dict[str, Any]) -> str:
+    packs = counted(report["lower_bound"], "pack")
+    if report.get("kept_steps"):
+        return f"{packs}, if steps could share packs"
+    return f"{packs}; {report['excess_per_cent']:.3f}% above it"
 
 
 def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:

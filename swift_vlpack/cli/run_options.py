@@ -1,4 +1,4 @@
-"""Read from an output directory how its run was started: the flags and variables that make the same packs again."""
+"""Read from an output directory how its run was started: flags and variables that give the same packs again."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OF_ROWS = (
     *("per_device_train_batch_size", "dataloader_num_workers", "tuner_type"),
     *("packing", "packing_length", "packing_strategy"),
 )
-"""ms-swift's options that decide rows, packs and steps. All others may differ between training and looking back."""
+"""ms-swift's options that decide rows, packs and steps. `vlpack inspect --run` takes these from the run, no others."""
 
 
 class RunOptions(NamedTuple):
-    """The flags, variables and ranks that make the packs of a run again."""
+    """The flags, variables and number of ranks that give the packs of a run again."""
 
     flags: list[str]
     variables: dict[str, str]
@@ -40,14 +40,14 @@ class RunOptions(NamedTuple):
 
 
 def run_named(given: Path) -> Path:
-    """Return the folder that is named, or the newest run in it: ms-swift puts each run into a version (`v0-...`)."""
+    """Return the given folder, or the newest run in it: ms-swift makes a version folder (`v0-...`) for each run."""
     if (given / ARGS).is_file() or not given.is_dir():
         return given
     try:
         run = find_run(given)
     except ConfigError:
         return given  # its checkpoints may have arguments; if not, `run_options` says what is missing
-    if run.others and not is_in_run():  # a command about a run gets here twice
+    if run.others and not is_in_run():  # print once: a command about a run is executed twice (`in_run.py`)
         print(f"the newest of {len(run.others) + 1} runs there: {run.path}", file=sys.stderr)
     return run.path
 
@@ -62,7 +62,7 @@ def run_options(folder: Path) -> RunOptions:
     start = segments[-1].start if segments else {}
     options = start["options"] if "options" in start else _options_of_checkpoints(folder)
     given = {name: args[name] for name in OF_ROWS if args.get(name) not in (None, [], {})}
-    if "fusion_config" in options:  # because its sources replace the data that args.json names
+    if "fusion_config" in options:  # its sources replaced `dataset`, which args.json names all the same
         given.pop("dataset", None)
     own = {name: value for name, value in options.items() if name in option_names() and value is not None}
     flags = [part for name, value in {**given, **own}.items() for part in _flag(name, value)]

@@ -1,7 +1,7 @@
-"""`vlpack schema`: write JSON schemas, by which editors complete and check training files.
+"""`vlpack schema`: write JSON schemas, with which editors complete and check training files.
 
-There are three: for a training file, for its `fusion_config`, and for a stream of text. They are made from the fields,
-docstrings and sources of what reads these files, so no schema can fall behind.
+There are three: for a training file, for its `fusion_config`, and for a stream of text. They are generated from the
+fields, docstrings and sources of the code that reads these files, so no schema can fall behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from swift_vlpack.text.local import DOCUMENTS
 from swift_vlpack.text.stream import MODES
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
-"""The draft that editors know best."""
+"""The draft that editors support best."""
 _SCHEMAS: dict[Any, Schema] = {
     str: values.TEXT, int: values.INT, float: values.FLOAT, bool: values.BOOL, type(None): values.NULL
 }  # fmt: skip
@@ -118,7 +118,7 @@ def training_schema() -> Schema:
             **packing,
             **{name: schema for name, schema in of_swift.items() if name not in packing},
         },
-        # Another key is a mistake, unless ms-swift is missing: then its options are not known.
+        # Refuse unknown keys, unless ms-swift is not installed: then its options are not known.
         "additionalProperties": not of_swift,
     }
 

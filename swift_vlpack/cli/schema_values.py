@@ -1,4 +1,4 @@
-"""Make JSON schemas for the values of YAML keys that become flags. They allow what argparse takes.
+"""Make JSON schemas for YAML values that become flags. A schema allows what argparse accepts on the command line.
 
 >>> import ast
 >>> def schema(text):
@@ -26,7 +26,7 @@ Schema = dict[str, Any]
 TEXT: Schema = {"type": ["string", "number"]}
 INT: Schema = {"type": ["integer", "string"], "pattern": "^[-+]?[0-9]+$"}
 FLOAT: Schema = {"type": ["number", "string"], "pattern": "^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$"}
-"""A text too, because YAML reads `1e-4` as a text: it has no point."""
+"""Also a text, because YAML reads `1e-4`, which has no point, as a text."""
 BOOL: Schema = {"enum": [True, False, "true", "false"]}
 MAPPING: Schema = {"type": ["object", "string"]}
 NULL: Schema = {"type": "null"}
@@ -35,7 +35,7 @@ _OF_NAME = {"str": TEXT, "int": INT, "float": FLOAT, "bool": BOOL, "dict": MAPPI
 
 
 def flag_schema(flag: Flag) -> Schema:
-    """Return the schema of an option of ms-swift, as far as its source tells."""
+    """Return the schema of an option of ms-swift. An annotation that is not understood allows any value."""
     schema = schema_of(flag.annotation)
     has_default, default = _default(flag.default)
     if has_default and default is None:
@@ -48,17 +48,17 @@ def flag_schema(flag: Flag) -> Schema:
 
 
 def _default(written: ast.expr | None) -> tuple[bool, Any]:
-    """Return whether the source has a plain default, and the default."""
+    """Return (whether the default is a literal in the source, the default)."""
     if isinstance(written, ast.Call):
         written = next((option.value for option in written.keywords if option.arg == "default"), None)
     try:
         return (False, None) if written is None else (True, ast.literal_eval(written))
-    except ValueError:  # worked out when ms-swift is imported
+    except ValueError:  # an expression, which only importing ms-swift would evaluate
         return False, None
 
 
 def schema_of(annotation: ast.expr) -> Schema:
-    """Return the schema of a type annotation, as the source of ms-swift has it."""
+    """Return the schema of a type annotation in ms-swift's source."""
     if isinstance(annotation, ast.Constant):
         return NULL if annotation.value is None else ANYTHING
     if isinstance(annotation, ast.Name):
@@ -81,12 +81,12 @@ def _of_generic(name: str, inside: ast.expr) -> Schema:
         return {"enum": values}
     if name in ("List", "list"):
         of_one = schema_of(inside)
-        return any_of([of_one, {"type": "array", "items": of_one}])  # one value is a list of one
+        return any_of([of_one, {"type": "array", "items": of_one}])  # argparse turns a single value into a list
     return _OF_NAME.get(name, ANYTHING)
 
 
 def any_of(schemas: Iterable[Schema]) -> Schema:
-    """Return a schema that takes what any of these takes."""
+    """Return a schema that allows whatever one of these allows."""
     flat: list[Schema] = []
     for schema in schemas:
         flat += [one for one in schema.get("anyOf", [schema]) if one not in flat]

@@ -1,8 +1,8 @@
-"""Find file and line of rows of a stream, by reading the stream again without encoding it.
+"""Find the file and line of rows of a stream, by reading the stream again without encoding it.
 
-A stream knows no files: ms-swift shuffles and joins them before rows are counted. So the stream is read again up to the
-rows that are wanted, and their texts are looked up in local files. A row has a line if exactly one line has all of its
-texts; any other row is described by the beginning of its text.
+A stream does not know its files: ms-swift shuffles and joins them before rows are counted. So the stream is read again
+up to the wanted rows, and their texts are searched in the local files. If exactly one line contains all texts of a row,
+that is its line. Any other row is described by the beginning of its text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swift_vlpack.rows.streams import StreamedRows
 
 _LINES = (".jsonl", ".json")
 _SHORTEST = 3
-"""Letters that a text needs to be looked up, because shorter ones are in nearly every line."""
+"""Fewest letters of a text that is searched: shorter texts occur in nearly every line."""
 _PREVIEW = 60
 
 
@@ -48,7 +48,7 @@ def with_places(steps: Sequence[StepShown], run: Run, num_shares: int | None) ->
 
 
 def row_number(sample_id: str) -> int:
-    """Return the number of the row that a sample, or a part of one, is made of.
+    """Return the row number in the id of a sample, or of a part of a row.
 
     >>> row_number("stream:17"), row_number("stream:17/2")
     (17, 17)
@@ -59,7 +59,7 @@ def row_number(sample_id: str) -> int:
 def rows_at(
     stream: StreamedRows, epoch: int, numbers: Collection[int], num_shares: int
 ) -> dict[int, Mapping[str, Any]]:
-    """Read rows of these numbers from a stream that `num_shares` readers shared."""
+    """Read the rows with these numbers from a stream that was shared among `num_shares` readers."""
     found: dict[int, Mapping[str, Any]] = {}
     for share in {number % num_shares for number in numbers}:
         wanted = {number for number in numbers if number % num_shares == share}
@@ -71,7 +71,7 @@ def rows_at(
 
 
 def places_of(rows: Mapping[int, Mapping[str, Any]], files: Sequence[Path]) -> dict[int, str]:
-    """Return file and line of each row, or the beginning of its text if no line or several lines could be it."""
+    """Return `file:line` of each row, or the beginning of its text if no line or several lines match."""
     texts = {number: _texts(row) for number, row in rows.items()}
     lines: dict[int, list[str]] = {number: [] for number in rows}
     for path in files:
@@ -100,7 +100,7 @@ def preview(row: Mapping[str, Any]) -> str:
 
 
 def _texts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return each text of a row in both forms in which JSON may write it: ASCII only, and as it is."""
+    """Return each text of a row in the two ways that JSON files write it: with ASCII escapes, and without."""
     found = {text.strip() for text in chain(_contents(row), names_of_files(row))}
     telling = [text for text in found if len(text) >= _SHORTEST]
     return [(json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]) for text in telling]

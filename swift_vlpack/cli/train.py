@@ -16,7 +16,7 @@ def _run(args: argparse.Namespace) -> NoReturn:
     need_ms_swift()
     launch = train_launch(args.flags, os.environ, command=args.command)
     check_launch(launch)
-    print(f"run sh: `{' '.join(launch.command)}`", flush=True)  # as ms-swift says it
+    print(f"run sh: `{' '.join(launch.command)}`", flush=True)  # the line that `swift sft` prints
     replace_process(launch.command, launch.environ)
 
 

@@ -1,7 +1,7 @@
-"""Look back at a run that was trained, from its output directory: its spans of steps, its losses, its rows as planned.
+"""Read a trained run from its output directory: its spans of steps, its losses, its rows with the planned sizes.
 
-The run log says where epochs began and went on. Without it, as for a checkpoint that was copied alone, the checkpoints
-tell the same, unless the run was resumed on other ranks in between.
+The run log records where epochs began and were resumed. Without the log, as for a checkpoint that was copied alone, the
+checkpoints tell the same, unless the run was resumed on other ranks in between.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ class TrainedRun:
 
     @property
     def was_planned(self) -> bool:
-        """Return whether packs were planned. Without a run log, recorded packs mean that they were not."""
+        """Tell whether packs were planned. Without a run log, recorded packs mean that the run was a stream."""
         if self.segments:
             return bool(self.segments[-1].start["mode"] == PlannedFeed.kind)
         return not recorded_ranks(self.folder)
 
     @cached_property
     def losses(self) -> list[Loss]:
-        """Return what ms-swift logged."""
+        """Return the losses that ms-swift logged."""
         return losses_of(self.folder, self.segments)
 
     @property
     def num_shares(self) -> int | None:
-        """Return among how many readers (ranks times workers) a stream was shared; None if that is not known."""
+        """Return the number of readers (ranks times workers) that shared a stream; None without a run log."""
         if not self.segments:
             return None
         start = self.segments[-1].start
         return int(start["num_ranks"]) * max(1, int(start["num_workers"]))
 
-    # -- planned ----------------------------------------------------------------------------------------------------
+    # -- planned packs ----------------------------------------------------------------------------------------------
 
     def spans(self) -> list[EpochSpan]:
-        """Return where epochs began and went on: from the run log, without one from the checkpoints."""
+        """Return the spans of steps of all epochs, from the run log or, without one, from the checkpoints."""
         if self.segments:
             planned = (segment for segment in self.segments if segment.start["mode"] == PlannedFeed.kind)
             return [span for segment in planned for span in segment.spans()]
@@ -74,9 +74,9 @@ class TrainedRun:
     def _spans_of_checkpoints(self) -> list[EpochSpan]:
         """Return spans, assuming that the run had the ranks and the accumulation of each checkpoint up to it.
 
-        After the last checkpoint it has those of the last one.
+        After the last checkpoint, the ranks and the accumulation of that checkpoint are assumed.
         """
-        spans = [EpochSpan(0, 0, 1, 1)]  # ranks and accumulation are filled in from the checkpoint at the end of it
+        spans = [EpochSpan(0, 0, 1, 1)]  # the checkpoint at the end of the span says its ranks and accumulation
         for checkpoint in self.checkpoints:
             _, state = read_state(checkpoint.path, PlannedFeed.kind)
             cuts = cuts_from(state["cuts"])
@@ -86,7 +86,7 @@ class TrainedRun:
         return spans if self.checkpoints else []
 
     def check_spans(self, plan_of: PlanOf) -> None:
-        """Check the assumption about checkpoints, if there is no run log: each has to lead to the next.
+        """Check the spans that were guessed from checkpoints: each span has to end where the next one begins.
 
         Raises `StateMismatch` if the run was resumed on other ranks or with another accumulation between two of them.
         """
@@ -102,10 +102,10 @@ class TrainedRun:
                 )
 
     def feed(self, run: Run) -> PlannedFeed:
-        """Build the feed of the run, over rows with the sizes that were planned; a checkpoint has these sizes."""
+        """Build the feed of the run, over rows with the sizes that it planned with, as its last checkpoint has them."""
         config = packing_config(run.args)
         sources, _ = load_sources(run.args, config)
-        if not self.checkpoints:  # the run was killed before the first one, so sizes have to be measured again
+        if not self.checkpoints:  # killed before its first checkpoint: measure the rows again
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1].path
         _, state = read_state(path, PlannedFeed.kind)
@@ -116,12 +116,12 @@ class TrainedRun:
             feed.keep_step_of(state)
         return feed
 
-    # -- recorded ---------------------------------------------------------------------------------------------------
+    # -- recorded packs ---------------------------------------------------------------------------------------------
 
     def recorded_step(self, step: int) -> list[TrainedPack]:
         """Return the packs of a step as every rank recorded them."""
         origins = self.segments[-1].start.get("origins", {}) if self.segments else {}
-        # Take the last segment that began before the step: if another one trained the step too, this one did it again.
+        # Take the last segment that began before the step: if several trained it, the last one counts.
         folder = next((one.folder for one in reversed(self.segments) if one.start["step"] < step), self.folder)
         return [
             TrainedPack(
@@ -145,9 +145,9 @@ class TrainedRun:
 
 
 def _place(name: str, origins: dict[str, str]) -> str:
-    """Return file and line of a sample id; of a stream, which knows no files, the number of the row."""
+    """Return file and line of a sample id, or, for a stream, which knows no files, the number of the row."""
     source, _, row = name.rpartition(":")
-    row, _, _ = row.partition("/")  # of a row that was cut, the number of the part follows the slash
+    row, _, _ = row.partition("/")  # after the slash comes the number of a part, if the row was cut
     number = row.removeprefix("loaded-")
     if not number.isdecimal():
         return f"row {row} of the stream"

@@ -1,6 +1,6 @@
-"""`vlpack verify`: prove a run on its own model and data before anybody waits for it.
+"""`vlpack verify`: prove isolation and lengths of a run on its own model and data, without training.
 
-The run goes the way of training, by the functions of training, up to the point where its first step would be taken.
+The run is set up by the functions of training, up to the point where its first step would be taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
 NUM_SHOWN = 5
-"""Most rows of a source that the text names; the JSON has all."""
+"""Most rows of a source that the text lists; the JSON lists all."""
 _IN_WORDS = {
     "equal": "the lengths that packs are planned by are those of the full encoding",
     "fallback": "image headers are not used, every row was encoded to measure it",
@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
             report = verified(run.flags, command=run.command)
         except VLPackError:
             raise
-        except Exception:  # a bug or a device that failed: Python would exit with 1, which means "does not hold"
+        except Exception:  # a bug or a failed device. Python would exit with 1, which means "does not hold" here
             traceback.print_exc()
             return EXIT_NOT_VERIFIED
         print(json.dumps(report) if args.json else verify_text(report), file=out)
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
-    """Check lengths and isolation of the run that ms-swift's command with these flags would be."""
+    """Check lengths and isolation of the run that `swift sft` or `swift pt` with these flags would start."""
     from swift_vlpack.host.run import TrainableRun, prepare_to_train, run_of
     from swift_vlpack.lengths.audit import checked_lengths
 

@@ -1,1 +1,1 @@
-"""Hand packs to the trainer, planned ahead of time or made as rows come."""
+"""Feed packs to the trainer, planned ahead of time or made as rows come. Begin with `feed.py`."""

@@ -2,9 +2,9 @@
 
     fetch the next pack -> vote (asynchronous) -> train the pack before -> read the votes -> ...
 
-Each step costs one number, exchanged on the CPU while the step before trains. A rank that has no pack left trains one
-without loss for as long as another rank has packs; then the epoch ends for all. No fetched pack is thrown away. A rank
-that fails tells the others, so that they stop with it instead of waiting for it.
+Each step costs one number, which is exchanged on the CPU while the step before trains. A rank that has no pack left
+trains one without loss as long as another rank has packs; then the epoch ends for all. No fetched pack is thrown away.
+A rank that fails votes so, and the other ranks stop with it instead of waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AnotherRankFailed(VLPackError):
 
 
 class Vote(IntEnum):
-    """Tell what a rank has for the next step. The largest vote counts: a failure stops all, a pack keeps all going."""
+    """The vote of a rank on its next step. The largest vote of all ranks counts, so a failure stops all ranks."""
 
     DRY = 0
     PACK = 1
@@ -38,17 +38,17 @@ class Voting(Protocol):
 
 
 def in_step(packs: Iterable[T], empty: Callable[[], T], ranks: Voting) -> Iterator[T]:
-    """Yield this rank's packs, then empty ones for as long as another rank has packs: the same number on all ranks."""
+    """Yield this rank's packs, then empty ones as long as another rank has packs. All ranks yield the same number."""
     iterator = iter(packs)
     pack, error, mine = _fetch(iterator)
     outcome = ranks.vote(mine)
     while (decided := outcome()) is Vote.PACK:
         current = empty() if mine is Vote.DRY else pack
-        # Vote before the current pack is yielded, so that it trains while the vote is on its way.
+        # Start the next vote before the current pack is yielded, so that the pack trains meanwhile.
         pack, error, mine = _fetch(iterator)
         outcome = ranks.vote(mine)
         yield current  # type: ignore[misc]  # a vote for PACK comes with one
-    # The rank's own error comes first, because it has the cause.
+    # Prefer this rank's own error, because it has the cause.
     if error is not None:
         raise error
     if decided is Vote.FAILED:
@@ -60,6 +60,6 @@ def _fetch(packs: Iterator[T]) -> tuple[T | None, Exception | None, Vote]:
         return next(packs), None, Vote.PACK
     except StopIteration:
         return None, None, Vote.DRY
-    # Raised after the vote, because the others would wait for this rank.
+    # Return the error, so that `in_step` raises it after the vote: otherwise the other ranks would wait for this one.
     except Exception as error:
         return None, error, Vote.FAILED

@@ -1,6 +1,6 @@
-"""Choose the attention kernel of a run: record what the model asks of attention, then let `choose_kernel` try kernels.
+"""Choose the attention kernel of a run: record the model's calls of attention, then let `choose_kernel` try kernels.
 
-`print(choose_attention(model, template, packs))` after `prepare_model` is what a trainer of one's own calls.
+A trainer of your own calls `print(choose_attention(model, template, packs))` after `prepare_model`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def choose_attention(
     results_of_all: OfAll = ALONE.results_of_all,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> str:
-    """Choose the kernel that `packing_attention` of the packs asks for. Returns a line that says which one and why.
+    """Choose the kernel by the option `packing_attention` of the packs. Returns a line with the kernel and the reason.
 
-    `auto` compares and times the kernels that this device has. The model may be wrapped. With several ranks all must
-    call this function, and `results_of_all` runs a function on each of them and returns all results to each.
-    `forward_context` makes the context in which the trainer runs a forward, such as autocast.
+    `auto` compares and times the kernels that this device has. The model may be wrapped. All ranks must call this
+    function; `results_of_all` runs a function on each of them and returns all results to each. `forward_context` makes
+    the context in which the trainer runs a forward, such as autocast.
     """
     wanted, name = packs.config.packing_attention, attention.name_of(unwrapped(model).config)
     if name != attention.NAME:
         if wanted != AUTO:
             raise ConfigError(
-                f"packing_attention={wanted} is for the attention vlpack, the model has {name}; set packing_attention="
-                "auto, or leave attn_impl unset"
+                f"packing_attention={wanted} is for the attention vlpack, but the model has {name}; set "
+                "packing_attention=auto, or leave attn_impl unset"
             )
         return f"attention {name}, as asked for"
 

@@ -1,6 +1,7 @@
 """Collate packs into batches for the trainer.
 
-A pack becomes one sequence (sequence.py), anything else a padded batch; one run can have both through one template.
+A pack becomes one sequence (sequence.py), a list of rows becomes a padded batch. One run can have both with one
+template.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from swift_vlpack.rows.samples import Encoded, PackedSamples, PackRecord
 logger = logging.getLogger(__name__)
 
 NOT_FOR_THE_MODEL = ("loss_scale", "channel", "text_position_ids")
-"""Fields that templates add for ms-swift's trainer, which takes them out again; no model's forward knows them."""
+"""Fields that templates add for ms-swift's trainer, which removes them again. No model's forward takes them."""
 UNUSED_COLUMNS = "_extra_kwargs"
-"""Columns of a row that the template does not know; without `remove_unused_columns` it adds them to a batch."""
+"""Field with the columns that a template does not know, which it adds to a batch without `remove_unused_columns`."""
 
 
 class Batch(dict[str, Any]):
-    """The inputs of one forward, for `model(**batch)`. What is not for the model travels beside them.
+    """The inputs of one forward, for `model(**batch)`, with the record of the pack as an attribute.
 
-    Loaders, trainers and accelerators rebuild a batch on its way to the model, nearly all by `type(batch)(...)`, which
-    loses the attributes of an instance. So `batch_of` gives every batch a type of its own, which has them.
+    Loaders, trainers and accelerators rebuild a batch on its way to the model, nearly all with `type(batch)(...)`,
+    which loses the attributes of an instance. So `batch_of` gives every batch a class of its own, whose attributes
+    survive.
     """
 
     record: ClassVar[PackRecord | None] = None
     """The samples of the pack; None for a padded batch."""
     beside: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Fields that the template made for a trainer and not for the model; they stay on the CPU."""
+    """Fields that the template made for a trainer, not for the model. They stay on the CPU."""
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """Move the tensors to a device."""
@@ -52,14 +54,14 @@ class Batch(dict[str, Any]):
 
 
 def batch_of(inputs: Mapping[str, Any], record: PackRecord | None, beside: Mapping[str, Any]) -> Batch:
-    """Make a batch that carries a record, and fields beside the inputs of the model."""
+    """Make a batch of model inputs, with a record and with fields that are not for the model (`beside`)."""
     own_type = type("Batch", (Batch,), {"record": record, "beside": beside})
     made: Batch = own_type(inputs)
     return made
 
 
 def on_device(inputs: Mapping[str, Any], device: Any, non_blocking: bool = False) -> dict[str, Any]:
-    """Move tensors to a device; other values stay as they are."""
+    """Move tensors to a device; keep other values."""
     return {
         name: value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
@@ -67,9 +69,9 @@ def on_device(inputs: Mapping[str, Any], device: Any, non_blocking: bool = False
 
 
 class Collator:
-    """Collate a pack into one sequence, and rows into a padded batch; the type of the first item tells which it is.
+    """Collate a pack into one sequence, or rows into a padded batch. A pack is a list, a row is not.
 
-    `for_model` leaves only what the model's forward takes; ms-swift's own trainer takes the rest out by itself.
+    `for_model` keeps only the inputs of the model's forward. ms-swift's own trainer removes other fields by itself.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Collator:
         return self._batch(sequence, record)
 
     def _copies(self, samples: Sequence[Encoded]) -> list[Encoded]:
-        """Copy samples, because the template adds fields and takes some out, and the caller may want them again."""
+        """Copy samples, because the template adds and removes fields, and the caller may use the samples again."""
         hidden = (UNUSED_COLUMNS,) if self.for_model else ()
         return [{name: value for name, value in sample.items() if name not in hidden} for sample in samples]
 
@@ -124,12 +126,12 @@ class Collator:
 
 
 class WorkerCollator(Collator):
-    """A collator that writes its batches where the trainer's process reads them (`transport.py`)."""
+    """A collator that writes batches into memory that the trainer's process reads (`transport.py`)."""
 
-    _buffers: Buffers | None = None  # of this worker
+    _buffers: Buffers | None = None  # the buffers of this worker
 
     def __call__(self, batch: Sequence[Any]) -> Any:
-        """Collate; in a worker the result turns into the batch when the trainer's process receives it."""
+        """Collate. In a worker, return an object that becomes the batch when the trainer's process receives it."""
         collate = partial(super().__call__, batch)
         if get_worker_info() is None:
             return collate()

@@ -1,7 +1,7 @@
-"""Pack rows for any trainer: `PackingDataset` plans packs of rows that have a length, and streams others.
+"""Pack rows for any trainer: `PackingDataset` plans packs of rows that have a length, and streams other rows.
 
-  PlannedPackingDataset    map-style: `len()` packs this epoch, `[i]` encodes the samples of pack i and no others
-  StreamedPackingDataset   iterable: encodes row by row, holds `packing_buffer` of them, yields packs as they fill
+  PlannedPackingDataset    map-style: `len()` is the packs of this epoch, `[i]` encodes the samples of pack i only
+  StreamedPackingDataset   iterable: encodes row by row, holds `packing_buffer` samples, yields packs as they fill
 
 Both yield `PackedSamples`, a list of encoded samples for the template's own collator.
 """
@@ -19,10 +19,10 @@ from swift_vlpack.rows.encoder import Template
 def PackingDataset(
     dataset: Any, template: Template, config: PackingConfig, **options: Any
 ) -> PlannedPackingDataset | StreamedPackingDataset:
-    """Pack a list of rows, a `FusionCaptionDataset` or a stream, in the form that the data and `packing_mode` ask for.
+    """Pack a list of rows, a `FusionCaptionDataset` or a stream, in the form that the data and `packing_mode` require.
 
-    Sets `template.packing` and `padding_free`. Both forms take `seed` and `num_ranks`; planned packs also take
-    `num_epochs`, or `num_packs` if the run is bounded by steps, and streamed packs take `rank`.
+    Sets `template.packing` and `padding_free`. Both forms take `seed` and `num_ranks`. Planned packs also take
+    `num_epochs`, or `num_packs` if steps bound the run; streamed packs take `rank`.
     """
     planned = is_planned(config, is_sized=hasattr(dataset, "__len__"))
     return (PlannedPackingDataset if planned else StreamedPackingDataset)(dataset, template, config, **options)

@@ -1,4 +1,4 @@
-"""Report what an epoch's plan holds and what it leaves out: counts for its account, numbers for commands and logs."""
+"""Report an epoch's plan and what it leaves out: counts for its account, numbers for commands and logs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.runlog.account import account_json
 from swift_vlpack.runlog.counts import Counts
 
-# -- what an epoch leaves out -----------------------------------------------------------------------------------------
+# -- left-out samples -------------------------------------------------------------------------------------------------
 
 
 def left_out_by(plan: EpochPlan, rows: FusionCaptionDataset) -> list[LeftOut]:
-    """List the scheduled samples that are in no pack, with reasons."""
+    """Return the scheduled samples that are in no pack, with reasons."""
 
     def address(position: int) -> Address:
         return Address(*plan.sample(position))
@@ -41,7 +41,7 @@ def left_out_by(plan: EpochPlan, rows: FusionCaptionDataset) -> list[LeftOut]:
 
 
 def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:
-    """Warn of the samples that an epoch leaves out, and say what to do; None if they are few."""
+    """Return a warning about the samples that an epoch leaves out, with remedies; None if they are few."""
     reasons = Counter(one.reason for one in left_out)
     return warning_of_left_out(reasons, num_of=len(plan.schedule), what=config.what_is_packed)
 
@@ -56,13 +56,13 @@ def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> 
         left_out.count_in(counted)
 
 
-# -- what it holds ----------------------------------------------------------------------------------------------------
+# -- packs and samples ------------------------------------------------------------------------------------------------
 
 
 def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> dict[str, Any]:
-    """Return numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`.
+    """Return the numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`.
 
-    A step is described by its `step` where packs decide what it trains, by its `kept_steps` where it keeps its samples.
+    `step` describes a step if packs decide what it trains; `kept_steps` does if steps keep their samples.
     """
     kept = None
     if plan.step is not None:
@@ -79,7 +79,7 @@ def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> d
 def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int | None = None) -> dict[str, Any]:
     """Return lengths, images and mix of an epoch, and how many rows of its sources cannot be encoded.
 
-    `merge_size` is the number of patches in height and in width that a vision token stands for; None if not known.
+    `merge_size`: a vision token stands for this many patches in height and in width; None if not known.
     """
     is_usable = epoch.lengths > 0
     lengths = epoch.lengths[is_usable]
@@ -149,7 +149,7 @@ def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
 
 
 def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
-    """Count the rows that are cut into parts, and predict the account of the epoch after it was trained."""
+    """Count the rows that are cut into parts, and compute the account that the epoch will have after training."""
     num_samples = len(epoch.schedule)
     is_part = np.zeros(num_samples, dtype=bool) if epoch.spans is None else epoch.spans.astype(bool).max(axis=0)
     account = account_json(_account_of(epoch, dataset))
@@ -164,7 +164,7 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
 
 
 def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
-    """Count an epoch as if it were trained. All samples count as one pack, because the account needs samples only."""
+    """Count an epoch as if it was trained. All samples count as one pack: the account of rows needs no packs."""
     counted = Counts(packing_length=epoch.packs.config.packing_length)
     count_rows(counted, epoch, dataset)
     members, names = epoch.packs.members, epoch.schedule.names
@@ -176,7 +176,7 @@ def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
 
 
 def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
-    """List every row that is in no pack, as lines of `left_out.jsonl`. Rows that no epoch can pack have no epoch."""
+    """Yield every row that is in no pack, as lines of `left_out.jsonl`. Rows that no epoch can pack have no epoch."""
     origins = {source.name: source.origin or source.name for source in dataset.sources}
     for number, source in enumerate(dataset.sources):
         for left_out in deleted_by_loader(source):
@@ -193,14 +193,14 @@ def _failures(source: RowSource) -> dict[int, str]:
 
 
 def _summary(lengths: NDArray[Any]) -> dict[str, float]:
-    # The percentiles are lengths that occur, so that they are whole numbers of tokens.
+    # Use the method "higher", so that percentiles are lengths that occur, in whole tokens.
     median, p95, p99 = np.percentile(lengths, (50, 95, 99), method="higher").tolist()
     least, most, mean = int(lengths.min()), int(lengths.max()), round(float(lengths.mean()), 1)
     return {"min": least, "median": median, "p95": p95, "p99": p99, "max": most, "mean": mean}
 
 
 def _mix(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, dict[str, Any]]:
-    """Compare the share that each source was asked to have with its share of the packs."""
+    """Compare the requested share of each source with its share of the packed samples and tokens."""
     packed = epoch.packs.members
     num_sources = len(dataset.sources)
     is_by_tokens = dataset.mix.ratio_by == "tokens"

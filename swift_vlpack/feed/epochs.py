@@ -1,4 +1,4 @@
-"""Plan the epochs of a run, each once and all with the same number of packs; the next one is made while one trains."""
+"""Plan the epochs of a run, all with the same number of packs, each while the epoch before trains."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.registry import WINDOW
 
 NUM_ROWS_SHOWN = 500_000
-"""Rows from which on planning takes long enough for a progress bar."""
+"""Number of rows from which planning takes long enough for a progress bar."""
 NUM_EPOCHS_LOOKED_AT = 8
-"""Epochs whose length is looked at if the run is bounded by steps: more would be a guess about epochs that may never
-come, and a later epoch that needs more packs simply has more."""
+"""Most epochs that are planned ahead to find the longest, if steps bound the run. Later epochs may never come, and one
+that needs more packs simply has more."""
 MOST_BYTES_KEPT = 1 << 27
-"""Bytes of packs that are kept, because epochs were looked at before they train: 30 epochs of a million samples."""
+"""Most bytes of packs to keep from planning ahead: 30 epochs of a million samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bound a run: by a number of epochs, or, if it is bounded by steps, by the packs that these steps take."""
+    """The bound of a run: a number of epochs, or, if steps bound it, the packs that these steps take."""
 
     num_epochs: int = 1
     num_packs: int | None = None
     """Packs that all ranks train in the whole run; None if epochs bound it."""
 
     def needs(self, epoch: int, most_packs: int) -> bool:
-        """Return whether to look at this epoch: the run may reach it if no epoch before has more than `most_packs`."""
+        """Tell whether to plan this epoch ahead: the run may reach it if no epoch before has more than `most_packs`."""
         if self.num_packs is None:
             return epoch < max(1, self.num_epochs)
         return epoch == 0 or (epoch < NUM_EPOCHS_LOOKED_AT and epoch * most_packs < self.num_packs)
 
     def has(self, epoch: int) -> bool:
-        """Return whether the run has this epoch. True if steps bound it, because then nobody knows yet."""
+        """Tell whether the run has this epoch. True if steps bound the run: its last epoch is not known."""
         return self.num_packs is not None or epoch < self.num_epochs
 
 
@@ -57,20 +57,20 @@ ONE_EPOCH = Extent()
 
 
 class Epochs:
-    """Plan each epoch of a run once, those behind the next one as packs alone; make the next one in a thread.
+    """Plan each epoch of a run once, and the next epoch in a thread while one trains.
 
-    A thread and not a process: its arrays are read by the trainer without a copy, it spends much of the time in numpy,
-    outside of Python's lock, and a process would have to import or inherit everything first.
+    A thread and not a process plans ahead: the trainer reads its arrays without a copy, it spends much of its time in
+    numpy, outside of Python's lock, and a process would have to import or inherit everything first.
     """
 
     def __init__(self, recipe: Recipe, extent: Extent = ONE_EPOCH, name_of: NameOfRow | None = None) -> None:
-        """Look at the epochs of the run, so that all of them get as many packs as the one that needs most."""
+        """Pack the epochs of the run ahead, so that all of them get as many packs as the one that needs most."""
         self.recipe = recipe
         self.extent = extent
         self._name_of = name_of
-        self._sizes: list[_SizeOfEpoch] = []  # of the epochs that were looked at
+        self._sizes: list[_SizeOfEpoch] = []  # sizes of the epochs that were packed ahead
         self._kept = KeptPacks(recipe)
-        # Two epochs are at hand: the one that was asked for last, and the next.
+        # Hold two whole epochs: the one that was asked for last, and the next.
         self._present: PackedEpoch | None = None
         self._ahead: tuple[int, Future[PackedEpoch]] | None = None
         num_rows = sum(sizes.shape[1] for sizes in recipe.sizes)
@@ -78,19 +78,19 @@ class Epochs:
             desc="Planning epochs", dynamic_ncols=True, disable=num_rows * extent.num_epochs < NUM_ROWS_SHOWN
         ) as bar:
             self.num_packs = self._least_packs(recipe.num_ranks, bar.update)
-            """Packs of every epoch, unless it is resumed or needs more; over all ranks."""
+            """Packs of an epoch, over all ranks. An epoch that is resumed, or needs more packs, has another number."""
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
-        """Plan an epoch, or wait for the thread that plans it already; an error of that thread is raised here."""
+        """Plan an epoch, or wait for the thread that is planning it. Raises the errors of that thread."""
         return plan_epoch(self.recipe, epoch, cuts, least_packs=self.num_packs, packed=self.packed(epoch))
 
     def plan_for(self, num_ranks: int, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
-        """Plan an epoch as any number of ranks would share it."""
+        """Plan an epoch as `num_ranks` ranks would share it."""
         recipe = replace(self.recipe, num_ranks=num_ranks)
         return plan_epoch(recipe, epoch, cuts, least_packs=self._least_packs(num_ranks), packed=self.packed(epoch))
 
     def packed(self, epoch: int) -> PackedEpoch:
-        """Pack an epoch: the packs before ranks share them."""
+        """Return the packs of an epoch before they are shared among ranks."""
         if self._present is None or self._present.epoch != epoch:
             if self._ahead is not None and self._ahead[0] == epoch:
                 self._present = self._ahead[1].result()
@@ -100,27 +100,27 @@ class Epochs:
         return self._present
 
     def make_ahead(self, epoch: int) -> None:
-        """Begin to make an epoch that will be asked for, if the run has it."""
+        """Start a thread that packs an epoch which will be asked for later, if the run has it."""
         if not self.extent.has(epoch) or (self._ahead is not None and self._ahead[0] == epoch):
             return
         future: Future[PackedEpoch] = Future()
         self._ahead = epoch, future
-        # A daemon: a run that ends meanwhile does not wait for an epoch that never comes.
+        # Make it a daemon thread: a run that ends meanwhile must not wait for an epoch that it does not train.
         threading.Thread(target=_fill, args=(future, self._made, epoch), daemon=True).start()
 
     def _made(self, epoch: int) -> PackedEpoch:
-        """Draw the rows of packs that were kept; pack an epoch of which none are."""
+        """Return an epoch from its kept packs; if it has none, pack it."""
         return self._kept.epoch(epoch) or pack_epoch(self.recipe, epoch, self._name_of)
 
     def _least_packs(self, num_ranks: int, looked: Callable[[], Any] = lambda: None) -> int:
-        """Return the packs of the epoch that needs most, as so many ranks share them."""
+        """Return the packs that the longest epoch needs on `num_ranks` ranks."""
         epoch = most_packs = 0
-        extent = ONE_EPOCH if self.recipe.step is not None else self.extent  # kept steps are equally many anyway
+        extent = ONE_EPOCH if self.recipe.step is not None else self.extent  # epochs that keep steps have equally many
         while extent.needs(epoch, most_packs):
             if epoch == len(self._sizes):
                 self._look_at(epoch)
                 looked()
-            # Rounded up, because every rank trains equally many packs.
+            # Round up, because every rank trains equally many packs.
             most_packs = max(most_packs, -(-self._sizes[epoch].num_packs // num_ranks) * num_ranks)
             epoch += 1
         if self.recipe.step is None:
@@ -131,12 +131,12 @@ class Epochs:
     def _look_at(self, epoch: int) -> None:
         packed = pack_epoch(self.recipe, epoch, self._name_of if epoch == 0 else None)
         self._sizes.append(_SizeOfEpoch(len(packed.packs), len(packed.packs.with_remainder().members)))
-        if epoch == 0:  # training begins with it, or goes on with another one
+        if epoch == 0:  # training begins with epoch 0, unless it resumes
             self._present = packed
         self._kept.keep(packed)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the epochs: spawned workers plan nothing."""
+        """Leave out the epochs, because spawned workers plan nothing."""
         return {**self.__dict__, "_ahead": None, "_present": None, "_kept": KeptPacks(self.recipe)}
 
 
@@ -146,9 +146,9 @@ class _SizeOfEpoch(NamedTuple):
 
 
 class KeptPacks:
-    """The packs of epochs without their rows, which are drawn again: 4 bytes a sample in place of 40.
+    """Keep the packs of epochs without their rows, which are drawn again: 4 bytes a sample in place of 40.
 
-    Windows are kept with their rows, because there it is laying these end to end that takes the time.
+    Under the strategy `window`, keep the rows too, because laying these end to end is what takes the time.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -158,7 +158,7 @@ class KeptPacks:
         self._num_bytes = 0
 
     def keep(self, packed: PackedEpoch) -> None:
-        """Keep an epoch, unless all of them would take too much memory; it is planned again then."""
+        """Keep an epoch, unless all kept epochs would take too much memory. It is planned again then."""
         packs = packed.packs
         arrays: list[Any] = [packs.members, packs.offsets, *packs.dropped.values()]
         if self._keeps_rows:
@@ -181,13 +181,13 @@ class KeptPacks:
 
 
 _OF_ROWS = ("lengths", "images", "patches")
-"""The fields of a plan that are the first rows of an array of sizes."""
+"""The fields of a `Plan` that are the first rows of an array of sizes, and are drawn again."""
 
 
 def _check_steps(num_packs: int, fewest_samples: int, num_ranks: int, recipe: Recipe) -> None:
     """Raise `PlanError` if an epoch has too few samples for the steps of the longest one.
 
-    Epochs differ in samples only if ratios count tokens, or if a source of which a part is drawn has rows that are cut.
+    Epochs differ in samples only if ratios count tokens, or if rows are cut in a source with a ratio below 1.
     """
     if fewest_samples >= num_packs // num_ranks:
         return
@@ -203,6 +203,6 @@ def _check_steps(num_packs: int, fewest_samples: int, num_ranks: int, recipe: Re
 def _fill(future: Future[PackedEpoch], made: Callable[[int], PackedEpoch], epoch: int) -> None:
     try:
         future.set_result(made(epoch))
-    # Exits and interrupts too, or the trainer would wait for the result for ever.
+    # Catch exits and interrupts too, or the trainer would wait for the result forever.
     except BaseException as error:
         future.set_exception(error)

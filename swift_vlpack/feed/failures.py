@@ -1,4 +1,4 @@
-"""Decide when rows that cannot be read are too many: a few are an accident, many are a disk that is gone."""
+"""Stop the run if too many rows cannot be read: a few are an accident, many mean that a disk is gone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from swift_vlpack.words import by_reason
 logger = logging.getLogger(__name__)
 
 NUM_ROWS = 1000
-"""Rows whose share of failures is watched: the last ones that this rank read."""
+"""Number of rows, the last ones that this rank read, among which the share of failures is watched."""
 FEWEST_ROWS = 100
-"""Rows below which a share says too little to stop a run within an epoch."""
+"""Fewest rows to judge by within an epoch: a share of fewer rows says too little to stop a run."""
 FEWEST_ROWS_OF_EPOCH = 20
-"""The same between two epochs, because a small epoch has no more rows."""
+"""Fewest rows to judge by between two epochs, because a small epoch has no more."""
 SHARE_WARNED_OF = 0.05
-"""Share of failures from which on a warning is logged."""
+"""Share of failures above which a warning is logged."""
 MAX_FAILED_IN_SUCCESSION = 100
-"""More unreadable rows in succession stop the run, because a disk is gone. By chance, at the share of 20 % that stops a
-run anyway, a hundred in succession has a probability of 1e-70."""
+"""Most unreadable rows in succession. More mean that a disk is gone: even if 20 % of all rows failed by chance, which
+would stop the run anyway, a hundred in succession has a probability of 1e-70."""
 
 
 def counted_failure(error: SampleError, num_in_succession: int) -> LeftOut:
@@ -31,7 +31,7 @@ def counted_failure(error: SampleError, num_in_succession: int) -> LeftOut:
     logger.warning("%s: left out: %s: %s", error.sample_id, error.reason, error.detail)
     if num_in_succession > MAX_FAILED_IN_SUCCESSION:
         raise TooManyFailures(
-            f"{num_in_succession} rows in succession could not be encoded, the last is {error}; mend the data, "
+            f"{num_in_succession} rows in succession could not be encoded, the last is {error}; repair the data, "
             "or bring the disk back"
         ) from error
     return LeftOut(error.sample_id, *error.fault)
@@ -47,16 +47,16 @@ class FailedShare:
         self._is_warned_of = False
 
     def count(self, num_read: int, left_out: Iterable[LeftOut] = ()) -> None:
-        """Count the rows of a pack that were read, and of those left out the ones that failed."""
+        """Count rows that were read, and those of `left_out` that failed."""
         self._reasons.extend([""] * num_read)
         for one in left_out:
-            # Not rows left out for their length, because these are no sign of a broken disk.
+            # Do not count rows that were left out for their length: these are no sign of a broken disk.
             if is_failure(one.reason):
                 self._reasons.append(one.reason)
                 self._last = one
 
     def check(self, fewest_rows: int = FEWEST_ROWS) -> None:
-        """Warn if the share is large; raise `TooManyFailures` if it is above what the options allow."""
+        """Warn if the share is large. Raises `TooManyFailures` if it is above `packing_max_failed_share`."""
         failed = [reason for reason in self._reasons if reason]
         if len(self._reasons) < fewest_rows or not failed:
             return
@@ -68,12 +68,12 @@ class FailedShare:
             raise TooManyFailures(f"{found}; the last is {_shown(self._last)}. {_way_out(self.most)}")
         if share > SHARE_WARNED_OF and not self._is_warned_of:
             logger.warning("%s; the last is %s. Above %.0f%% the run stops", found, _shown(self._last), 100 * self.most)
-        # Warn once for as long as the share stays above, and again after it has been below.
+        # Warn once as long as the share stays above, and again after it has been below.
         self._is_warned_of = share > SHARE_WARNED_OF
 
 
 def check_measured(sources: Iterable[RowSource], most: float) -> None:
-    """Warn or stop before training, by the share of rows that the length pass could not read."""
+    """Warn or raise before training, by the share of rows that the length pass could not read."""
     failed: list[str] = []
     num_rows = 0
     for source in sources:
@@ -99,6 +99,6 @@ def _shown(left_out: LeftOut | None) -> str:
 def _way_out(most: float) -> str:
     return (
         f"packing_max_failed_share allows {100 * most:g}%. Is a disk or a network mount gone? All rows are listed in "
-        "vlpack/left_out.jsonl in the output directory. Mend the data and resume from the last checkpoint, or raise "
+        "vlpack/left_out.jsonl in the output directory. Repair the data and resume from the last checkpoint, or raise "
         "packing_max_failed_share"
     )

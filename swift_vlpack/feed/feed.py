@@ -1,4 +1,4 @@
-"""Define `Feed`: all that a trainer, a proof or a command asks of the data of a run, whichever way it is packed.
+"""Define `Feed`, the interface between the data of a run and the trainer, the proof and the commands.
 
     begin(epoch) -> loader(...) -> consumed(records) ... state() -> checkpoint -> restore(state)
 
@@ -45,7 +45,7 @@ from swift_vlpack.runlog.counts import Counts
 
 Collate = Callable[[Sequence[PackedSamples]], Batch]
 MakeLoader = Callable[..., Any]
-"""A function that makes a dataloader. It is given `feed` too, and its loader yields `feed.batches(loaded batches)`."""
+"""A function that makes a dataloader. It also gets `feed`, and its loader yields `feed.batches(loaded batches)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +62,18 @@ class EpochStart:
 
 
 class CannotReadAgain(Exception):
-    """The samples of a pack cannot be encoded a second time; the message says why."""
+    """The samples of a pack cannot be encoded a second time. The message says why."""
 
 
 class Feed(ABC):
-    """The packs of one rank, epoch after epoch, with what the trainer has trained of them."""
+    """The packs of one rank, epoch after epoch, and which of them were trained."""
 
     kind: ClassVar[str]
-    """Name of the kind of feed; a saved state carries it and can only be restored by the same kind."""
+    """Name of the kind of feed. A saved state has this name, and only the same kind can restore it."""
     can_plan_again: ClassVar[bool]
     """True if the packs of past steps can be computed again, so that no log of them has to be written."""
     state_shape: ClassVar[Mapping[str, Any]]
-    """The shape of `state()`, by which a saved state is checked."""
+    """The shape of `state()`, with which a saved state is checked."""
 
     def __init__(
         self, packs: Packs, *, objective: Mapping[str, Any] | None = None, unpacked_batch_size: int = 1
@@ -82,9 +82,9 @@ class Feed(ABC):
         self.packs = packs
         self.objective = dict(objective or {})
         self.unpacked_batch_size = unpacked_batch_size
-        """Samples in a batch without packing; the padding that packing saved is counted against such batches."""
+        """Samples in a batch without packing, with which the padding that packing saves is compared."""
 
-    # -- what it feeds from -----------------------------------------------------------------------------------------
+    # -- data -------------------------------------------------------------------------------------------------------
 
     @property
     def config(self) -> PackingConfig:
@@ -124,7 +124,7 @@ class Feed(ABC):
     def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan | None:
         """Plan an epoch as `num_ranks` ranks would share it after these cuts; None if the feed plans nothing.
 
-        The feed stays in its epoch.
+        The current epoch of the feed does not change.
         """
         return None
 
@@ -136,10 +136,10 @@ class Feed(ABC):
     def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
     ) -> Iterator[Batch]:
-        """Read packs to look at, by their numbers in ascending order, with nothing counted as trained.
+        """Read packs to look at, by their numbers in ascending order. Nothing counts as trained.
 
-        Numbers are those of `plan`. Without one, packs that are made as rows come are read from the beginning, as
-        `num_workers` of the first rank make them; there may be fewer than asked for.
+        Numbers are those of `plan`. Without a plan, streamed packs are read from the beginning, as `num_workers`
+        workers of rank 0 make them; there may be fewer than asked for.
         """
 
     @abstractmethod
@@ -151,19 +151,19 @@ class Feed(ABC):
 
     @cached_property
     def saved_rows(self) -> RunRows:
-        """Return the rows in the form that checkpoints save. Made on first use: commands that plan need none."""
+        """Return the rows in the form that checkpoints save. Made on first use, because many commands need none."""
         return RunRows(self.sources)
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, epoch: int) -> EpochStart:
-        """Begin an epoch; an epoch that was resumed continues where it was."""
+        """Begin an epoch. A resumed epoch continues after its last trained pack."""
 
     @property
     @abstractmethod
     def is_finished(self) -> bool:
-        """Return whether the epoch has no packs left to train on."""
+        """Tell whether the epoch has no packs left to train."""
 
     @abstractmethod
     def batches_trained(self, accumulation: int) -> int:
@@ -172,7 +172,7 @@ class Feed(ABC):
     @property
     @abstractmethod
     def batches_left(self) -> int | None:
-        """Return how many batches each rank has to train on in the epoch; None if the feed cannot know."""
+        """Return how many batches each rank has left to train in the epoch; None if the feed cannot know."""
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -182,15 +182,15 @@ class Feed(ABC):
         return None
 
     def sequences_of_steps(self) -> Iterator[int]:
-        """Yield how many sequences each step takes of a rank, where steps keep their samples; else nothing."""
+        """Yield the number of sequences that a rank trains in each step, if steps keep their samples; else nothing."""
         return iter(())
 
     @abstractmethod
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
-        """Make the dataloader of a rank, for all epochs. `ranks` makes the group that votes, if ranks have to."""
+        """Make the dataloader of a rank, for all epochs. `ranks` makes the group for votes, if the feed needs votes."""
 
     def batches(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches to train on, from the loaded ones."""
+        """Turn the loaded batches into the batches to train."""
         return loaded
 
     def fill_up(self, num_missing: int) -> list[Batch]:
@@ -199,23 +199,23 @@ class Feed(ABC):
 
     @abstractmethod
     def consumed(self, records: Sequence[PackRecord]) -> None:
-        """Note that these packs were trained: their optimizer step was taken."""
+        """Count these packs as trained: their optimizer step was taken."""
 
     # -- the account of an epoch ------------------------------------------------------------------------------------
 
     def left_out_after(self) -> list[LeftOut]:
-        """Return samples left out after the epoch's last pack, and forget them: no pack's record can carry them."""
+        """Return and forget the samples that were left out after the epoch's last pack, which no record can have."""
         return []
 
     @abstractmethod
     def count_rows(self, counted: Counts) -> None:
-        """Count the rows of the epoch, and those left out that no pack reports.
+        """Count the rows of the epoch, and left-out rows that no pack's record has.
 
-        Called at the end of an epoch, once for all ranks.
+        The trainer calls it at the end of an epoch, with the counts of all ranks.
         """
 
     def end(self, counted: Counts) -> str | None:
-        """Check the counts of an epoch that has ended. Returns a warning; raises `DataError` if nothing was packed."""
+        """Check the counts of an epoch that has ended. Returns a warning or None. Raises `DataError` without a pack."""
         return None
 
     # -- the state in a checkpoint ----------------------------------------------------------------------------------
@@ -229,9 +229,9 @@ class Feed(ABC):
         """Return the progress that all ranks share, as JSON."""
 
     def rank_state(self) -> dict[str, Any] | None:
-        """Return the progress of this rank alone, as JSON; None if `state` says it all."""
+        """Return the progress of this rank alone, as JSON; None if `state` has everything."""
         return None
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
-        """Resume after the last pack that was trained when the states were saved."""
+        """Resume after the last pack that had been trained when the states were saved."""

@@ -1,7 +1,7 @@
-"""Hold what planned and streamed packs have in common: rows, options, and the number of the present epoch.
+"""Define `Packs`, the base of planned and streamed packs: rows, options, and the number of the present epoch.
 
 `PlannedPackingDataset` (planned.py) knows every pack of an epoch ahead of time, `StreamedPackingDataset` (streamed.py)
-makes packs as rows come. A trainer, a proof or a command that looks at packs asks only for what `Packs` has.
+makes packs as rows come. The proof and the commands that look at packs need only what `Packs` has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swift_vlpack.rows.streams import StreamedRows
 
 
 class Packs:
-    """Rows packed epoch after epoch. The number of the epoch is kept here and nowhere else."""
+    """Rows that are packed epoch by epoch. The number of the epoch is stored here and nowhere else."""
 
     def __init__(
         self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1
@@ -39,12 +39,12 @@ class Packs:
         self.config = config
         self.seed = seed
         self.num_ranks = num_ranks
-        # In shared memory, because persistent dataloader workers keep the data set as it was when they were started.
+        # Keep it in shared memory: persistent dataloader workers have the data set as it was when they were started.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that was set last; right in a dataloader worker that was started before, too."""
+        """Return the epoch that was set last, also in a dataloader worker that was started before it was set."""
         return int(self._epoch[0])
 
     def set_epoch(self, epoch: int) -> None:
@@ -85,8 +85,8 @@ def rows_of(dataset: Any, template: Template, seed: int) -> FusionCaptionDataset
 
 
 def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:
-    """Let rows be encoded by these options, and the template collate packs. Raises `ConfigError` if it cannot."""
-    # The rows may be read by another template, such as a copy that asks for URLs in another way.
+    """Make rows encode with these options, and the template collate packs. Raises `ConfigError` if it cannot."""
+    # The rows may have another template, such as a copy that fetches URLs in another way.
     for used in {id(one): one for one in (template, rows.template)}.values():
         check_ready(used, needs_model=False)
     rows.encode_for(config)
@@ -103,9 +103,9 @@ def packed_samples(
     *,
     num_apart: int = 0,
 ) -> PackedSamples:
-    """Make a pack of samples, with the record by which the trainer and the counters know what is in it.
+    """Make a pack of samples, with the record that tells the trainer and the counts what is in it.
 
-    `num_apart` of the samples were to share a prefix, and do not.
+    `num_apart` counts the samples that were planned to share a prefix but were encoded apart.
     """
     sizes = [size_of(sample) for sample in samples]
     shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)

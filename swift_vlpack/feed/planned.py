@@ -38,11 +38,11 @@ from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.words import counted
 
 MOST_FAILURES_OF_PREVIEW = 16
-"""Failing rows that a preview skips at most. If a disk is gone, trying every row takes long; training will say so."""
+"""Most failing rows that a preview skips. If a disk is gone, every row fails slowly, and training will report that."""
 
 
 class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
-    """The map-style form of `PackingDataset`."""
+    """The map-style form of `PackingDataset`: `len()` packs in the epoch that is set, `[i]` encodes pack i."""
 
     dataset: FusionCaptionDataset
 
@@ -60,10 +60,10 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         step: UnpackedStep | None = None,
         unpacked: UnpackedRows | None = None,
     ) -> None:
-        """Plan `num_epochs` epochs; if steps bound the run, as many as it takes to train `num_packs` packs.
+        """Plan `num_epochs` epochs; if steps bound the run, as many epochs as it takes to train `num_packs` packs.
 
-        Under `packing_batch=samples` every optimizer step of all ranks takes the next `samples_per_step` samples.
-        `step` and `unpacked` say the same of a run of ms-swift, whose un-packed batches are known.
+        Under `packing_batch=samples`, every optimizer step of all ranks takes the next `samples_per_step` samples. For
+        a run of ms-swift, `step` and `unpacked` describe its un-packed steps instead.
         """
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
         if not self.sources:
@@ -85,7 +85,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         recipe = replace(recipe, step=self.step, unpacked=self._unpacked)
         self._epochs = Epochs(recipe, extent, name_of=names_of(rows))
         self.num_packs = self._epochs.num_packs
-        """Packs of every epoch, over all ranks. An epoch beyond those that were looked at can have more."""
+        """Packs of an epoch, over all ranks. An epoch that was not planned ahead can have more."""
         self.reader = PackReader(rows, self.config, self.seed, self.num_packs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return self.epoch_plan.packs
 
     def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
-        """Plan any epoch, as any number of ranks would share it; the epoch that is set stays set."""
+        """Plan any epoch as any number of ranks would share it. The epoch that is set does not change."""
         return self._epochs.plan_for(num_ranks or self.num_ranks, epoch, cuts)
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,25 +122,28 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if epoch == self.epoch:
             return
         plan = self._epochs.plan(epoch)
-        # Before the number: a worker that sees the number finds the packs.
+        # Publish the packs before the number: a worker that sees the number has to find the packs.
         self._published.publish(plan)
         self._go_to(plan)
 
     def begin(self, epoch: int) -> EpochPlan:
-        """Set an epoch for loaders that hand out addresses (`PlannedFeed`), whose workers need no packs published.
+        """Set an epoch for loaders that pass addresses to workers (`PlannedFeed`), which need no published packs.
 
-        An epoch that was resumed goes on where it was.
+        A resumed epoch continues after its last trained pack.
         """
         if epoch != self.epoch:
             self._go_to(self._epochs.plan(epoch))
         return self.epoch_plan
 
     def make_ahead(self, epoch: int) -> None:
-        """Begin to plan an epoch that will be asked for, if the run has it, in a thread."""
+        """Start to plan a later epoch in a thread, if the run has it."""
         self._epochs.make_ahead(epoch)
 
     def resume(self, epoch: int, cuts: Sequence[Cut], digest: str) -> None:
-        """Set an epoch that was trained in part, by any number of ranks. `digest` is the digest of the saved plan."""
+        """Set an epoch that was partly trained, by any number of ranks. `digest` is the digest of the saved plan.
+
+        Raises `StateMismatch` if this run plans the epoch differently.
+        """
         packed = self._epochs.packed(epoch)
         try:
             # Check the digest before the packs are shared anew: saved counts refer to the old layout.
@@ -150,19 +153,22 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
             raise StateMismatch(f"damaged: state.cuts are not of this plan: {error}") from error
         if found != digest:
             raise StateMismatch(
-                f"the same data and options now give another plan of epoch {epoch} ({found}, saved was {digest}): "
-                "swift_vlpack or numpy is another version"
+                f"the same data and options now give another plan of epoch {epoch} ({found}, but {digest} was saved): "
+                "the version of swift_vlpack or numpy has changed"
             )
         self._go_to(plan)
 
     def take_sizes(self, sources: Sequence[RowSource]) -> None:
-        """Plan with the sizes of a saved run, which are others for rows whose file is gone since, or came back."""
+        """Plan with the sizes of a saved run. They differ for rows whose files have gone or come back since."""
         if tuple(sources) != self.dataset.sources:
             self.dataset = self.dataset.with_sources(sources)
             self._plan_epochs(self._epochs.extent)
 
     def keep_step(self, step: UnpackedStep) -> None:
-        """Keep the steps of a saved run, whose ranks may have been others. Raises `StateMismatch` for other samples."""
+        """Keep the steps of a saved run, which may have had another number of ranks.
+
+        Raises `StateMismatch` if its steps have another number of samples.
+        """
         assert self.step is not None
         if step.num_samples != self.step.num_samples:
             raise StateMismatch(_other_samples(step, self.step))
@@ -184,12 +190,12 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return self.reader[index if isinstance(index, PackAddress) else self.address(index)]
 
     def address(self, number: int) -> PackAddress:
-        """Return what pack `number` of the epoch is made of."""
+        """Return the address of pack `number` of the epoch."""
         plan = self._known_plan()
         return self._published.address(self.epoch, number) if plan is None else address_of(plan, number)
 
     def _known_plan(self) -> EpochPlan | None:
-        """Return the plan; None in a worker whose copy is of an epoch that has ended."""
+        """Return the plan of the epoch; None in a worker whose copy has the plan of an earlier epoch, or no plan."""
         return self._plan if self._plan is not None and self._plan.epoch == self.epoch else None
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
@@ -201,14 +207,14 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
 
 
 def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, num_ranks: int) -> Recipe:
-    """Collect everything that the plans of a run follow from: sizes, cuts of rows, the mix, options, ranks."""
+    """Collect everything that decides the plans of a run: sizes, cuts of rows, the mix, options, ranks."""
     sizes, cut = [], []
     for source in rows.sources:
         assert source.sizes is not None, f"{source.name} was not measured"
         if config.packing_overflow != "keep" and source.sizes.cut is None:
             raise DataError(
-                f"source {source.name!r} was measured for rows that stay whole, and packing_overflow="
-                f"{config.packing_overflow} cuts them; give it without sizes, and it is measured again"
+                f"source {source.name!r} was measured for rows that stay whole, but packing_overflow="
+                f"{config.packing_overflow} cuts them; give the source without sizes, so that it is measured again"
             )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
@@ -224,10 +230,10 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
 
 
 def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
-    """Refuse steps that are to be kept and are not known, or are known and not to be kept."""
+    """Return the step to keep. Raises `ConfigError` if it is missing, or was given but would be ignored."""
     if config.packing_batch != SAMPLES:
         if step is not None:
-            raise ConfigError("samples_per_step is of packing_batch=samples; set that, or leave samples_per_step out")
+            raise ConfigError("samples_per_step needs packing_batch=samples; set that, or leave samples_per_step out")
         return None
     if step is None:
         raise ConfigError(
@@ -238,14 +244,14 @@ def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: Fusion
         raise ConfigError(f"samples_per_step must be at least 1, got {step.num_samples}")
     if rows.mix.ratio_by == "tokens":
         raise ConfigError(
-            "ratio_by: tokens draws another number of rows in every epoch, and packing_batch=samples needs equally "
-            "many steps; use ratio_by: rows"
+            "ratio_by: tokens draws a different number of rows in every epoch, but packing_batch=samples needs equally "
+            "many steps in all epochs; use ratio_by: rows"
         )
     return step
 
 
 def _other_samples(saved: UnpackedStep, now: UnpackedStep) -> str:
-    """Say that a step of the saved run has another number of samples, and which accumulation would keep it."""
+    """Return an error: a step of the saved run has another number of samples. Names the accumulation to use."""
     found = (
         f"packing_batch=samples: a step of the saved run has {saved.num_samples} samples ({saved.batch_size} a batch x "
         f"{saved.accumulation} accumulated x {counted(saved.num_ranks, 'rank')}), one of this run {now.num_samples}"
@@ -257,7 +263,7 @@ def _other_samples(saved: UnpackedStep, now: UnpackedStep) -> str:
 
 
 def address_of(plan: EpochPlan, number: int) -> PackAddress:
-    """Return what a pack of a plan is made of: all that a worker needs to encode it."""
+    """Return the address of a pack in a plan: everything that a worker needs to encode it."""
     positions = plan.packs[number]
     sizes = tuple(map(tuple, plan.sizes[:, positions].T.tolist()))
     samples = tuple(Address(*at) for at in plan.samples(positions))
@@ -265,41 +271,41 @@ def address_of(plan: EpochPlan, number: int) -> PackAddress:
 
 
 def names_of(rows: FusionCaptionDataset) -> NameOfRow:
-    """Return the function by which the log of planning names a sample."""
+    """Return a function that names samples in the log of planning."""
     return lambda *where: str(rows.sample_id(Address(*where)))
 
 
-# -- for workers that live on -----------------------------------------------------------------------------------------
+# -- packs for persistent workers -------------------------------------------------------------------------------------
 
 SAMPLE = np.dtype(
     [("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),)), ("shared", "<i4")]
 )
-"""One sample of a pack, as `PublishedPacks` writes it."""
+"""The record of a sample in the files of `PublishedPacks`."""
 
 
 class PublishedPacks:
-    """Files with the samples of every pack of an epoch: written by the training process, read by dataloader workers.
+    """Write files with the samples of every pack of an epoch, in the training process; read them in dataloader workers.
 
-    A plain `DataLoader` hands its workers numbers of packs, and a worker that lives on knows the plan of an old epoch
-    only, or, if it was spawned, none. It never plans: it maps the file of the epoch that is set.
+    A plain `DataLoader` sends numbers of packs to its workers. A persistent worker has the plan of an old epoch, a
+    spawned one has no plan. A worker never plans: it maps the files of the epoch that is set.
     """
 
     def __init__(self) -> None:
-        # Named now, so that workers that are forked before anything is published know where to look.
+        # Choose the name now, so that workers that are forked before anything is published know it.
         self._folder = Path(tempfile.gettempdir()) / f"vlpack-epoch-{uuid.uuid4().hex}"
-        self._written: list[int] = []  # epochs that have files, the latest last
+        self._written: list[int] = []  # epochs that have files, the most recently used last
         self._mapped: tuple[int, NDArray[np.int64], NDArray[np.void]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_folder": self._folder, "_written": [], "_mapped": None}
 
     def publish(self, plan: EpochPlan) -> None:
-        """Write the files of an epoch, unless they are there."""
+        """Write the files of an epoch, unless they exist."""
         if plan.epoch in self._written:
-            self._written.sort(key=lambda epoch: epoch == plan.epoch)  # to the end, so that it is kept longest
+            self._written.sort(key=lambda epoch: epoch == plan.epoch)  # move it to the end, so that it is kept longest
             return
         if not self._written:
-            # For the owner only: temporary folders are shared by all users of a machine.
+            # Only the owner may read it: all users of a machine share its folder for temporary files.
             self._folder.mkdir(mode=0o700)
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         members = plan.packs.members
@@ -318,7 +324,7 @@ class PublishedPacks:
         self._written = self._written[-2:]
 
     def address(self, epoch: int, number: int) -> PackAddress:
-        """Return what a pack of the epoch is made of, in a worker."""
+        """Return the address of a pack of the epoch, in a worker."""
         ends, samples = self._arrays(epoch)
         num_packs = len(ends) - 1
         if not -num_packs <= number < num_packs:
@@ -333,13 +339,13 @@ class PublishedPacks:
         )
 
     def num_packs(self, epoch: int) -> int:
-        """Return the packs of an epoch, in a worker."""
+        """Return the number of packs of an epoch, in a worker."""
         return len(self._arrays(epoch)[0]) - 1
 
     def _arrays(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-        """Map where packs begin, with the end of the last, and their samples."""
+        """Map the files of an epoch. Returns (offsets of packs among samples, samples)."""
         if self._mapped is None or self._mapped[0] != epoch:
-            # Mapped and not read: all workers of a machine share the pages.
+            # Map the files and do not read them: all workers of a machine share the pages.
             offsets, samples = (np.load(self._file(epoch, name), mmap_mode="r") for name in ("offsets", "samples"))
             self._mapped = epoch, offsets, samples
         return self._mapped[1:]

@@ -1,4 +1,4 @@
-"""Feed a trainer with planned packs: each rank trains its share of an epoch, and cuts say how far all ranks are."""
+"""Feed a trainer with planned packs: each rank trains its share of an epoch, and cuts record how far all ranks are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swift_vlpack.runlog.counts import Counts
 
 
 class PlannedFeed(Feed):
-    """Packs that are decided before the first image is opened."""
+    """A feed of packs that are planned before the first image is opened."""
 
     kind = "plan"
     can_plan_again = True
@@ -31,7 +31,7 @@ class PlannedFeed(Feed):
 
     def __init__(self, packs: PlannedPackingDataset, **options: Any) -> None:
         super().__init__(packs, **options)
-        self._num_trained = 0  # packs of this rank in the epoch, since it was begun or resumed
+        self._num_trained = 0  # packs that this rank trained since the epoch was begun or resumed
 
     def __len__(self) -> int:
         """Return the packs of every epoch, over all ranks."""
@@ -43,26 +43,26 @@ class PlannedFeed(Feed):
         return self.packs.epoch_plan
 
     def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
-        """Plan an epoch as `num_ranks` ranks would share it after these cuts; the feed stays in its epoch."""
+        """Plan an epoch as `num_ranks` ranks would share it after these cuts. The current epoch does not change."""
         return self.packs.plan_of(epoch, cuts, num_ranks)
 
     def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
     ) -> Iterator[Batch]:
-        """Encode these packs of a plan (default: that of the epoch) here, one when it is asked for."""
+        """Encode packs of a plan (default: of the current epoch) in this process, each when it is asked for."""
         plan = self.epoch_plan if plan is None else plan
         return (collate([self.packs[address_of(plan, number)]]) for number in numbers)
 
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
         """Encode the samples of a pack of this epoch a second time, in this process and with the same random draws."""
-        # Not by the reader that trains, because that one keeps the row that its last pack ended in.
+        # Use another reader than the one that trains, because that one keeps the row in which its last pack ended.
         reader = PackReader(self.dataset, self.config, self.seed, len(self))
         return iter(reader.encoded(address_of(self.epoch_plan, record.number)))
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> EpochStart:
-        """Begin an epoch; an epoch that was resumed continues where it was."""
+        """Begin an epoch. A resumed epoch continues after its last trained pack."""
         if epoch != self.epoch:
             self.packs.begin(epoch)
             self._num_trained = 0
@@ -77,7 +77,7 @@ class PlannedFeed(Feed):
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the epoch has no packs left to train on."""
+        """Tell whether the epoch has no packs left to train."""
         return self.epoch_plan.is_finished
 
     def batches_trained(self, accumulation: int) -> int:
@@ -89,7 +89,7 @@ class PlannedFeed(Feed):
 
     @property
     def batches_left(self) -> int:
-        """Return the packs that each rank trains on, from where the epoch was begun or resumed."""
+        """Return the number of packs that each rank trains from where the epoch was begun or resumed."""
         plan = self.epoch_plan
         return plan.num_left_per_rank if self.kept_step is None else plan.num_steps_left(1)
 
@@ -99,7 +99,7 @@ class PlannedFeed(Feed):
         return self.packs.step
 
     def sequences_of_steps(self) -> Iterator[int]:
-        """Yield how many sequences each step takes of a rank, where steps keep their samples; else nothing."""
+        """Yield the number of sequences that a rank trains in each step, if steps keep their samples; else nothing."""
         plan = self.epoch_plan
         if plan.packs.batches is not None:
             yield from plan.packs.batches[plan.num_steps_consumed :].tolist()
@@ -107,13 +107,14 @@ class PlannedFeed(Feed):
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
-        """Make a loader whose sampler hands out addresses, so that persistent workers need no plan. No rank votes."""
+        """Make a loader whose sampler yields addresses, so that persistent workers need no plan. Ranks do not vote."""
         return make(self.packs.reader, feed=self, batch_sampler=PackSampler(self, rank), **options)
 
     def consumed(self, records: Sequence[PackRecord]) -> None:
         """Count trained packs, and let the next epoch be planned while this one trains.
 
-        Not before the first step: dataloader workers have been forked by then, none of them in the middle of a plan.
+        Planning ahead begins after the first step, when dataloader workers have been forked: a fork while the thread
+        plans could copy a held lock.
         """
         self._num_trained += len(records)
         self.packs.make_ahead(self.epoch + 1)
@@ -132,7 +133,7 @@ class PlannedFeed(Feed):
         return {
             "seed": self.seed,
             **self.saved_rows.fingerprint(self.dataset.mix),
-            # Not the tokens with a label, because no plan depends on them.
+            # Leave out the tokens with a label: no plan depends on them.
             "lengths": digest_of(*(column.astype("<i8").tobytes() for column in columns)),
             **self.config.pack_options(),
             **self.config.step_options(),
@@ -141,14 +142,14 @@ class PlannedFeed(Feed):
         }
 
     def state(self) -> dict[str, Any]:
-        """Return how far all ranks are in the epoch, and the digest of the plan in whose order packs are counted."""
+        """Return how far all ranks are in the epoch, and the digest of the plan that this number refers to."""
         cuts = with_consumed(self.epoch_plan.cuts, self._num_trained * self.num_ranks)
         state = {"epoch": self.epoch, "cuts": cuts, "plan": self.epoch_plan.digest()}
         return state if self.kept_step is None else {**state, "unpacked_step": list(self.kept_step)}
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
-        """Resume an epoch of which some packs were trained, by any number of ranks."""
-        # Saved sizes, so that the plan stays as it was although files are gone since, or came back.
+        """Resume an epoch that was partly trained, by any number of ranks."""
+        # Plan with the saved sizes, so that the plan is the same although files have gone or come back since.
         self.packs.take_sizes(self.saved_rows.sources)
         if self.kept_step is not None:
             self.keep_step_of(state)
@@ -156,16 +157,13 @@ class PlannedFeed(Feed):
         self._num_trained = 0
 
     def keep_step_of(self, state: Mapping[str, Any]) -> None:
-        """Keep the steps of the run that wrote the state, whose ranks may have been others."""
+        """Keep the steps of the run that wrote the state, which may have had another number of ranks."""
         check_shape(state.get("unpacked_step"), (Whole(1),) * len(UnpackedStep._fields), "state.unpacked_step")
         self.packs.keep_step(UnpackedStep(*state["unpacked_step"]))
 
 
 class PackSampler:
-    """The packs of one rank in order, as addresses.
-
-    A step takes the next packs of each rank. Any other order of packs is a matter of the plan (`numbers_left`).
-    """
+    """Yield the addresses of one rank's packs, in the order of training, which the plan decides (`numbers_left`)."""
 
     def __init__(self, feed: PlannedFeed, rank: int) -> None:
         self.feed = feed
@@ -173,13 +171,13 @@ class PackSampler:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that the packs are of; ms-swift reads it when it rebuilds a loader on resume."""
+        """Return the epoch of the packs. ms-swift reads it when it rebuilds a loader on resume."""
         return self.feed.epoch
 
     def __len__(self) -> int:
-        """Return the packs of a whole epoch, from which the trainer computes its steps; a resumed one yields fewer.
+        """Return the packs of a whole epoch, from which the trainer computes its steps. A resumed epoch yields fewer.
 
-        Where steps keep their samples it is the steps themselves: the trainer accumulates nothing then.
+        If steps keep their samples, return the number of steps, because the trainer accumulates nothing then.
         """
         if self.feed.kept_step is not None:
             return self.feed.epoch_plan.num_steps

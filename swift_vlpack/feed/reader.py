@@ -1,4 +1,4 @@
-"""Encode planned packs in a dataloader worker: take the address of a pack, encode its rows, keep those that fit."""
+"""Encode planned packs in a dataloader worker: take the address of a pack, encode its rows, keep the ones that fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackReader(Dataset[PackedSamples]):
-    """Encode packs by their addresses. Knows neither plan nor schedule, and in a spawned worker no sizes of rows."""
+    """Encode packs by their addresses. Needs neither plan nor schedule, nor the sizes of rows."""
 
     def __init__(self, dataset: FusionCaptionDataset, config: PackingConfig, seed: int, num_packs: int) -> None:
         self.dataset = dataset
@@ -37,10 +37,10 @@ class PackReader(Dataset[PackedSamples]):
         self._num_failed_in_a_row = 0
         self._failed_row: tuple[int, int] | None = None  # the last row that failed
         self._draws_at_random = False  # True once the template has drawn a random number
-        self._kept: dict[tuple[int, Address], Encoded] = {}  # by epoch and address, the row that the last pack ended in
+        self._kept: dict[tuple[int, Address], Encoded] = {}  # (epoch, address) -> the row in which the last pack ended
 
     def __len__(self) -> int:
-        """Return the packs of an epoch, over all ranks, because a trainer shows the number."""
+        """Return the number of packs of an epoch, over all ranks, which a trainer shows."""
         return self._num_packs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class PackReader(Dataset[PackedSamples]):
         return {**self.__dict__, "dataset": unsized, "_kept": {}}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
-        """Encode the samples of a pack. True lengths decide: a sample that has grown and no longer fits is left out."""
+        """Encode the samples of a pack. A sample that is longer than planned and no longer fits is left out."""
         left_out: list[LeftOut] = []
         shared = (*(address.shared or (0,) * len(address.samples)), 0)
         units = UnitsOfPack()
@@ -83,7 +83,7 @@ class PackReader(Dataset[PackedSamples]):
         left_out, num_tokens = [], 0
         # If rows are cut, a row that has grown beyond a pack must be cut too: the next run does it, with the new size.
         may_be_longer = self.config.packing_allow_single_long and not self.config.cuts_rows
-        # Samples as long as planned come first: they fit by the plan, and samples that grew give way to them.
+        # Place samples as long as planned first: they fit by the plan, and samples that have grown give way to them.
         in_turn = [
             (at in unit.takes_more, number, at) for number, unit in enumerate(units) for at in range(len(unit.samples))
         ]
@@ -97,7 +97,7 @@ class PackReader(Dataset[PackedSamples]):
                 num_tokens += length
                 continue
             capacity = self.config.packing_length
-            said = f"{length} tokens do not fit beside the {num_tokens} of its pack (packing_length {capacity})"
+            said = f"{length} tokens do not fit into its pack with {num_tokens} others (packing_length {capacity})"
             left_out.append(LeftOut(sample["sample_id"], Reason.LONGER_THAN_PLANNED.value, said))
             logger.warning("%s: left out: %s", sample["sample_id"], said)
         return [
@@ -121,7 +121,7 @@ class PackReader(Dataset[PackedSamples]):
             shared = zip(address.samples, address.shared, strict=True)
             is_branch = [num_shared > 0 for where, num_shared in shared if where.span is None]
         encoded = self._rows(address, missing, whole, is_branch)
-        rows.update(zip(missing, encoded, strict=False))  # which begins with the missing rows
+        rows.update(zip(missing, encoded, strict=False))  # `encoded` begins with the missing rows
         samples = iter(encoded[len(missing) :])
         self._kept = {}
         if self.config.packing_strategy == WINDOW and cut and not isinstance(last := rows[cut[-1]], SampleError):
@@ -142,7 +142,7 @@ class PackReader(Dataset[PackedSamples]):
         """
         places, name = cut + whole, (self.seed, address.epoch, address.number)
         num_threads = min(len(places), threads_per_worker())
-        rows: list[Row | None] = [None] * len(places)  # those that were read already
+        rows: list[Row | None] = [None] * len(places)  # rows that were read already
         if num_threads > 1 and not self._draws_at_random:
             rows = [self.dataset.row(where) for where in places]
             if sum(map(_names_media, rows)) > 1:
@@ -152,7 +152,7 @@ class PackReader(Dataset[PackedSamples]):
                 if not self._draws_at_random:
                     return encoded
                 rows = [None] * len(places)
-        # Again, if a number was drawn: in threads the numbers went to whoever came first.
+        # Encode again if random numbers were drawn: in threads, each went to whichever row came first.
         lacks_pixels = is_branch if not self._draws_at_random else [False] * len(whole)
         with RandomStream(*name) as stream:
             of_cut = [self._row_to_cut(*one, address.epoch) for one in zip(cut, rows, strict=False)]
@@ -176,7 +176,7 @@ class PackReader(Dataset[PackedSamples]):
         return self.dataset.sample_or_error(where, row) if branch is None else branch
 
     def _row_to_cut(self, where: Address, row: Row | None, epoch: int) -> Encoded | SampleError:
-        """Encode a row with random numbers of its own, so that its parts in several packs come from the same tokens."""
+        """Encode a row with random numbers of its own, so that all packs with parts of it get the same tokens."""
         with RandomStream(self.seed, epoch, "parts", *where[:2]):
             return self.dataset.sample_or_error(where, row)
 
@@ -190,9 +190,9 @@ def _names_media(row: Row | None) -> bool:
 
 
 def threads_per_worker() -> int:
-    """Return this worker's share of the cores, which all ranks on the machine and their workers divide equally."""
+    """Return this worker's share of the cores. All ranks on the machine and their workers have equal shares."""
     worker = get_worker_info()
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
-    # The cores that this process may use, which in a container are fewer than the machine has.
+    # Count the cores that this process may use: a container may have fewer than its machine.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // num_sharing)

@@ -1,10 +1,10 @@
-"""Save the sizes of rows that a plan was made of, and digests of their content, and compare them on resume.
+"""Save the planned sizes of rows and digests of their content, and compare both on resume.
 
-With the saved sizes a resumed run makes the same plan, although a file of a row is gone or came back meanwhile. If the
+With the saved sizes a resumed run makes the same plan, although a file of a row has gone or come back meanwhile. If the
 data itself has changed, the error names the rows.
 
     rows = RunRows(sources)                                   digests of the rows as they are now
-    rows.as_file() -> vlpack_rows.npz -> from_bytes(...)      in a checkpoint, and out of it
+    rows.as_file() -> vlpack_rows.npz -> from_bytes(...)      written to a checkpoint, and read from it
     rows.compared(saved) -> Changes, rows.take_sizes(saved)   on resume
 """
 
@@ -33,20 +33,20 @@ from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
 from swift_vlpack.rows.source import RowSource, row_bytes, rows_in_turn
 
 NUM_ROWS_WITH_DIGEST = 10_000
-"""Rows of a source whose content is compared: reading all would take too long. Sizes are compared for all rows."""
+"""Most rows of a source whose content is compared: to read all would take too long. Sizes of all rows are compared."""
 NUM_CHANGES_NAMED = 3
-"""Rows of each kind of change that the error of a resume names; a reader looks at one or two."""
+"""Most rows of each kind of change that the error names, because a reader looks at one or two."""
 _CUT = ("cut", "cut_offsets", "cut_parts")
-"""Names of the arrays that say into which parts rows are cut."""
+"""Names of the arrays with the parts of cut rows."""
 NUM_PLANNED_COLUMNS = 3
-"""Columns of sizes that a plan follows from: length, images and patches."""
+"""Columns of sizes that decide a plan: length, images and patches."""
 _PREFIXES = {"prefix_keys": "<u8", "prefix_lengths": "<i4"}
 """Names and types of the arrays that say which rows share a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedSource:
-    """A source as a checkpoint keeps it: the sizes of all rows, the digests of some."""
+    """A source as a checkpoint saves it: the sizes of all rows, and the digests of some."""
 
     name: str
     sizes: LengthIndex
@@ -60,7 +60,7 @@ class SavedSource:
 
 @dataclass(frozen=True, slots=True)
 class ChangedRows:
-    """Count the rows that changed in one way, and describe the first of them."""
+    """The number of rows that changed in one way, with a description of the first ones."""
 
     num_rows: int = 0
     first: tuple[str, ...] = ()
@@ -78,16 +78,16 @@ class ChangedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """The rows that differ from the saved ones, by what became of them."""
+    """The rows that differ from the saved ones, by the kind of change."""
 
     texts: ChangedRows = ChangedRows()
     """Rows with other content."""
     sizes: ChangedRows = ChangedRows()
-    """Rows with another size although their files are there, then and now."""
+    """Rows with another size, although their files could be read then and can be read now."""
     gone: ChangedRows = ChangedRows()
-    """Rows that cannot be read any more, because of a file."""
+    """Rows that cannot be read any more because of a file."""
     back: ChangedRows = ChangedRows()
-    """Rows that could not be read, and can be now."""
+    """Rows that could not be read then, and can be read now."""
 
     def __add__(self, other: Changes) -> Changes:
         both = {spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(self)}
@@ -95,7 +95,7 @@ class Changes:
 
 
 class RunRows:
-    """The sources of a run with digests of their rows; a stream has none."""
+    """The sources of a run with digests of their rows. A stream has no sources."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self.sources = tuple(sources)
@@ -103,20 +103,20 @@ class RunRows:
         self._written: bytes | None = None
 
     def as_file(self) -> bytes:
-        """Return the content of `vlpack_rows.npz`. Made once, because every checkpoint of the run has the same."""
+        """Return the content of `vlpack_rows.npz`. It is made once, because all checkpoints of a run have the same."""
         if self._written is None:
             self._written = to_bytes([saved_source(*both) for both in zip(self.sources, self.contents, strict=True)])
         return self._written
 
     def compared(self, saved: Sequence[SavedSource]) -> Changes | None:
-        """Compare the rows with saved ones; None if the names of the sources differ."""
-        # The order of names counts too: schedules draw by name, and sizes are kept by place.
+        """Compare the rows with saved ones; None if the names of the sources, or their order, differ."""
+        # The order matters because schedules and saved sizes refer to sources by their number.
         if [one.name for one in saved] != [source.name for source in self.sources]:
             return None
         return sum((changes(*each) for each in zip(saved, self.sources, self.contents, strict=True)), Changes())
 
     def take_sizes(self, saved: Sequence[SavedSource]) -> None:
-        """Take over the sizes of the saved run."""
+        """Replace the sizes of the sources by the saved ones."""
         self.sources, self._written = with_sizes(self.sources, saved), None
 
     def fingerprint(self, mix: Mix) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class RunRows:
 
 def rows_with_digest(num_rows: int) -> NDArray[np.int64]:
     """Choose the rows of a source whose content has a digest, in order."""
-    # A name of its own and no seed: which rows are compared must be the same in every run over the data.
+    # Draw without the run's seed: the same rows must be compared in every run over the data.
     return np.sort(permutation(num_rows, "content")[:NUM_ROWS_WITH_DIGEST])
 
 
@@ -152,7 +152,7 @@ def _indices(source: RowSource) -> list[int]:
 
 
 def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
-    """Collect what a checkpoint keeps of a source. If no lengths are known, the sizes are 0."""
+    """Collect what a checkpoint saves of a source. Without lengths, as in buffer mode, the sizes are 0."""
     sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
     numbers, prefixes = _numbers(source), source.prefixes
     return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=numbers, prefixes=prefixes)
@@ -163,7 +163,7 @@ def _numbers(source: RowSource) -> NDArray[np.int64]:
 
 
 def _content(source: RowSource, digests: NDArray[np.uint64]) -> list[bytes]:
-    """List what makes a source: its settings, which rows of its file it has, and their digests."""
+    """Return what identifies the content of a source: its settings, the numbers of its rows, and their digests."""
     numbers = () if source.row_numbers is None else source.row_numbers
     part = [source.name, source.system, source.max_pixels, source.seed]
     return [
@@ -177,7 +177,7 @@ def digest_of(*parts: bytes) -> str:
     """Return a digest of 16 hexadecimal digits."""
     total = hashlib.sha256()
     for part in parts:
-        # Each part's length goes before it, or ("ab", "c") would be ("a", "bc").
+        # Write the length before each part, otherwise ("ab", "c") and ("a", "bc") would be equal.
         total.update(len(part).to_bytes(8, "little"))
         total.update(part)
     return total.hexdigest()[:16]
@@ -192,7 +192,7 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
     arrays: dict[str, NDArray[Any]] = {"names": _text([source.name for source in sources]), "reasons": _text(reasons)}
     for number, source in enumerate(sources):
         failed = sorted(source.sizes.failures)
-        # Fixed sizes in one byte order: a checkpoint may be resumed from on another kind of machine.
+        # Use fixed sizes and byte order: a checkpoint may be resumed on another kind of machine.
         arrays[f"sizes{number}"] = source.sizes.columns.astype("<i4")
         arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
         arrays[f"reason{number}"] = np.array([reasons.index(source.sizes.failures[at]) for at in failed], dtype="<i4")
@@ -212,7 +212,7 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
 def from_bytes(content: bytes) -> list[SavedSource]:
     """Read what `to_bytes` wrote. Raises `StateMismatch` for anything else."""
     try:
-        # Without pickles, because they can run code and a checkpoint may come from somebody else.
+        # Do not allow pickles: they can run code, and the checkpoint may come from somebody else.
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             reasons = arrays["reasons"].tolist()
             return [_loaded(arrays, number, name, reasons) for number, name in enumerate(arrays["names"].tolist())]
@@ -246,11 +246,11 @@ def _text(words: list[str]) -> NDArray[Any]:
     return np.array(words, dtype=str)
 
 
-# -- compared with the rows of now ------------------------------------------------------------------------------------
+# -- compare with the present rows ------------------------------------------------------------------------------------
 
 
 def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> Changes:
-    """Compare the rows of a source with the saved ones; `contents` are the digests of its rows now."""
+    """Compare the rows of a source with the saved ones. `contents` are the digests of its present rows."""
     num_now = len(source.rows)
     if len(saved.sizes) != num_now:
         return Changes(texts=ChangedRows(1, (_first_of_another_number(saved, source, contents),)))
@@ -267,7 +267,7 @@ def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64])
         kinds["sizes" if is_other else "back" if now[0, at] else "gone"].append(at)
 
     def said(at: int) -> str:
-        return f"{_place(source, at)} has {_size(sizes, at)}, saved was {_size(saved.sizes, at)}"
+        return f"{_place(source, at)} has {_size(sizes, at)}, but had {_size(saved.sizes, at)} in the saved run"
 
     return Changes(texts=texts, **{kind: _changed_rows(rows, said) for kind, rows in kinds.items()})
 
@@ -277,7 +277,7 @@ def _changed_rows(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int],
 
 
 def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
-    """Give the sources the sizes and prefixes of the saved plan; a source that has them already stays as it is."""
+    """Return the sources with the sizes and prefixes of the saved plan. One that has them stays as it is."""
     return tuple(map(_with_prefixes, map(_with_sizes, sources, saved), saved))
 
 
@@ -294,7 +294,7 @@ def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:
         return replace(source, sizes=saved.sizes)
     if np.array_equal(_planned(source.sizes), _planned(saved.sizes)) and source.sizes.cut == saved.sizes.cut:
         return source
-    # A checkpoint keeps reasons without details. Details of now count if a row fails for the same reason as then.
+    # A checkpoint has reasons without details. Keep the present details of rows that fail for the same reason as then.
     said = {at: fault for at, fault in source.sizes.faults.items() if saved.sizes.failures.get(at) == fault.reason}
     return replace(source, sizes=replace(saved.sizes, faults=said))
 
@@ -305,8 +305,8 @@ def _planned(sizes: LengthIndex) -> NDArray[np.int64]:
 
 def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:
     num_then, num_now = len(saved.sizes), len(source.rows)
-    said = f"{source.name} has {num_now} rows, saved were {num_then}"
-    if max(num_then, num_now) > NUM_ROWS_WITH_DIGEST:  # then the digests are of different rows
+    said = f"{source.name} has {num_now} rows, but {num_then} were saved"
+    if max(num_then, num_now) > NUM_ROWS_WITH_DIGEST:  # too many rows: the digests are of different rows then
         return said
     then = dict(zip(saved.numbers.tolist(), saved.contents.tolist(), strict=True))
     at_number = {source.row_number(at): at for at in range(num_now)}

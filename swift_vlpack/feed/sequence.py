@@ -1,9 +1,9 @@
-"""Make one sequence of the samples of a pack, by the template, and check that it is exactly those samples.
+"""Make one sequence of the samples of a pack with the template's collator, and check that it has exactly these samples.
 
     samples -> padding as a sample of its own -> fields completed -> the template's collator -> boundaries checked
             -> prefixes that samples share once
 
-Everything that trains, proves or looks at packs makes its sequences here (`packed_sequence`).
+All code that trains, proves or shows packs makes its sequences with `packed_sequence`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from swift_vlpack.rows.families import PIXELS as PIXELS_OF_FAMILIES
 from swift_vlpack.rows.samples import Encoded
 
 TYPES = "mm_token_type_ids"
-"""The field that tells text from media: a tensor with one number for each token."""
+"""The field that tells text from media, a tensor with a number for each token."""
 PIXELS = ("pixel_values", "pixel_values_videos")
-"""Fields with the pictures of a sample."""
+"""Fields with the pixels of a sample."""
 _PLACEHOLDER_ROW = {"messages": [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]}
 
 
 def packed_sequence(
     template: Template, samples: list[Encoded], name: str = "the pack", *, multiple: int = 1
 ) -> dict[str, Any]:
-    """Let the template make one sequence of these samples. Without samples, make one that has no loss.
+    """Make one sequence of these samples; without samples, make one that has no loss.
 
-    Padding to a multiple of `multiple` tokens becomes a segment of its own. `name` is for errors.
-    Raises `BoundaryError` if the sequence does not hold exactly these samples.
+    Padding to a multiple of `multiple` tokens becomes a segment of its own. `name` is used in errors. Raises
+    `BoundaryError` if the sequence does not have exactly these samples.
     """
     samples = completed(padded(template, samples or [placeholder(template)], multiple))
     lengths = tuple(int(sample["length"]) for sample in samples)
@@ -52,7 +52,7 @@ def packed_sequence(
 
 @contextmanager
 def layout(template: Template, *, packed: bool) -> Iterator[None]:
-    """Switch the template to packed sequences or padded batches within the block."""
+    """Switch the template to packed sequences or padded batches inside this block."""
     before = template.packing, template.padding_free
     template.packing = template.padding_free = packed
     try:
@@ -150,26 +150,27 @@ def _of_firsts(field: str, value: Any, samples: list[Encoded], firsts: list[Enco
 
 
 def placeholder(template: Template) -> Encoded:
-    """Encode a sample of a few tokens without labels, which stands in for the samples of an empty pack."""
+    """Encode a sample of a few tokens without labels, for a pack that has no samples."""
     sample: Encoded = template.encode(_PLACEHOLDER_ROW, return_length=True)
     sample["labels"] = [NO_LABEL] * len(sample["input_ids"])
     return sample
 
 
 def padded(template: Template, samples: list[Encoded], multiple: int) -> list[Encoded]:
-    """Append a sample of padding, unless the samples come to a multiple of `multiple` tokens by themselves."""
+    """Append a sample of padding, unless the samples already add up to a multiple of `multiple` tokens."""
     missing = -sum(int(sample["length"]) - int(sample.get(SHARED, 0)) for sample in samples) % multiple
     if not missing:
         return samples
     segment = padding(template, missing)
-    # ms-swift logs a loss for each channel, and all ranks have to log the same channels: so no new one for padding.
+    # Give the padding a channel of the samples: ms-swift logs a loss for each channel, and all ranks have to log the
+    # same channels.
     if "channel" in samples[0]:
         segment["channel"] = samples[0]["channel"]
     return [*samples, segment]
 
 
 def padding(template: Template, num_tokens: int) -> Encoded:
-    """Make a sample of pad tokens alone, without labels, with every field that the template gives a text."""
+    """Make a sample of pad tokens without labels, with every field that the template gives to a text."""
     like = placeholder(template)
     num_there = len(like["input_ids"])
     sample = {name: _resized(value, num_there, num_tokens) for name, value in like.items()}
@@ -186,13 +187,13 @@ def _resized(value: Any, num_there: int, num_tokens: int) -> Any:
     return value
 
 
-# -- fields that only some samples have -------------------------------------------------------------------------------
+# -- complete fields that only some samples have ----------------------------------------------------------------------
 
 
 def completed(samples: list[Encoded]) -> list[Encoded]:
-    """Give every sample the per-token fields that any sample has, and all pictures one shape.
+    """Give every sample the per-token fields that any sample has, and all pixels one shape.
 
-    Templates join the fields of samples end to end, and would lose what only some of them have.
+    Templates join the fields of samples end to end. A field that only some samples have would no longer fit the tokens.
     """
     if any(sample.get("loss_scale") is not None for sample in samples):
         for sample in samples:
@@ -205,9 +206,9 @@ def completed(samples: list[Encoded]) -> list[Encoded]:
 
 
 def _complete_types(samples: list[Encoded]) -> None:
-    """Add token types to samples of text alone: zeros, because no token is media.
+    """Add token types to samples of text: zeros, because none of their tokens is media.
 
-    The types are dropped if they do not count all tokens: GLM-4.5V's template gives them for the media alone.
+    If the types do not cover all tokens, they are dropped: GLM-4.5V's template gives types for the media only.
     """
     types = [sample[TYPES] for sample in samples if isinstance(sample.get(TYPES), torch.Tensor)]
     if not types:
@@ -221,10 +222,10 @@ def _complete_types(samples: list[Encoded]) -> None:
 
 
 def _fill_up(samples: list[Encoded], name: str) -> None:
-    """Join the tiles or pictures of all samples in one tensor, as the family's processor does for one sample.
+    """Join the pixels of all samples in one tensor, as the family's processor does for one sample.
 
-    Tiles (images, tiles, 3, height, width), and pictures of any size with `image_sizes`, are filled up with zeros,
-    which their models ignore. Without this, the template fails: it only joins tensors of one shape.
+    Tiles (images, tiles, 3, height, width), and images of any size with `image_sizes`, are filled up with zeros, which
+    their models ignore. Without this, the template would fail, because it only joins tensors of one shape.
     """
     with_media = [sample for sample in samples if isinstance(sample.get(name), torch.Tensor)]
     if len(with_media) < 2 or not all(_is_filled_up(sample, name) for sample in with_media):

@@ -1,11 +1,11 @@
 """Make the losses of sequences add up to the loss of a step, and weigh samples in it.
 
 The loss of a sequence is either a sum over tokens, divided by the tokens of the step, or a mean over its own tokens.
-`Losses` tells by measured numbers which of the two it is; `MeanOfStep` turns a mean into a share of the step's mean.
+`Losses` tells from measured numbers which of the two it is. `MeanOfStep` turns a mean into a share of the step's mean.
 
-`packing_loss` weighs samples by their tokens, equally, or by the root of their tokens. `weigh_samples` writes that as
-weights of tokens that are 1 on average over the step. So the sum is still divided by the number of tokens, and so is
-all that is measured with it (a balance of experts, say).
+`packing_loss` weighs samples by their tokens, equally, or by the square root of their tokens. `weigh_samples` writes
+that as weights of tokens whose mean over the step is 1. So the loss can still be divided by the number of tokens,
+together with anything that is added to it, such as the loss that balances experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
-"""Largest relative difference of two losses that count as equal, by the coarsest precision in them."""
+"""Largest relative difference of two losses that count as equal, by the coarsest precision of their computation."""
 Loss = Callable[..., torch.Tensor]
 Total = Callable[[torch.Tensor], torch.Tensor]
 SCALE = "loss_scale"
@@ -30,7 +30,7 @@ SCALE = "loss_scale"
 class MeanOfStep:
     """Turn a mean over the tokens of a sequence into the sequence's share of the mean over all tokens of the step.
 
-    Without a number of tokens, as in an evaluation, which accumulates nothing, return the mean itself.
+    In an evaluation, which accumulates nothing, there is no number of tokens, and the mean itself is returned.
     """
 
     def __init__(self, mean_of_sequence: Loss) -> None:
@@ -53,7 +53,7 @@ def num_targets(labels: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """Losses of two samples as parts of one step: each in a sequence of its own, and both in one sequence."""
+    """Losses of two samples in one step: each in a sequence of its own, and both in one sequence."""
 
     first: float
     second: float
@@ -63,13 +63,13 @@ class Losses(NamedTuple):
     """Share of the first sample in the targets of both."""
 
     def is_sum(self, tolerance: float) -> bool:
-        """Return whether sequences add up: the loss is a sum over tokens, divided by the tokens of the step."""
+        """Tell whether sequences add up: the loss is a sum over tokens, divided by the tokens of the step."""
         return _close(self.first + self.second, self.together, tolerance) and _close(
             2 * self.together_in_twice_the_step, self.together, tolerance
         )
 
     def is_mean(self, tolerance: float) -> bool:
-        """Return whether the loss is a mean over the tokens of its sequence, whatever the step."""
+        """Tell whether the loss is a mean over the tokens of its sequence, whatever the step."""
         mean = self.share_of_first * self.first + (1 - self.share_of_first) * self.second
         return _close(mean, self.together, tolerance) and _close(
             self.together_in_twice_the_step, self.together, tolerance
@@ -77,9 +77,9 @@ class Losses(NamedTuple):
 
 
 def with_fewer_targets(sample: Encoded) -> Encoded:
-    """Keep the first third of a sample's targets.
+    """Keep only the first third of a sample's targets.
 
-    Samples with equally many targets could not tell a mean over tokens from a mean over samples.
+    With equally many targets in both samples, a mean over tokens would look like a mean over samples.
     """
     kept = max(1, num_supervised(sample) // 3)
     labels = []
@@ -106,7 +106,7 @@ def weight_of_samples(num_targets: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def weigh_samples(batches: Sequence[Batch], kind: str, total: Total) -> None:
-    """Scale the tokens of all sequences of a step by `kind` of weight; `total` adds numbers up over all ranks."""
+    """Set the token weights of all sequences of a step for this `kind` of `packing_loss`. `total` sums over ranks."""
     targets = [_num_targets(batch) for batch in batches]
     weights = [weight_of_samples(one, kind) for one in targets]
     num_targets = torch.stack([one.sum() for one in targets]).sum().to(torch.float32)
@@ -125,7 +125,7 @@ def _lengths(batch: Batch) -> tuple[int, ...]:
 
 
 def _num_targets(batch: Batch) -> torch.Tensor:  # (num_samples,)
-    """Count the tokens of each sample that are predicted; nothing precedes the first token of a sequence."""
+    """Count the targets of each sample. The first token of a sequence is none, because nothing precedes it."""
     is_target = (batch["labels"] != NO_LABEL).flatten()
     is_target[0] = False
     lengths = _lengths(batch)

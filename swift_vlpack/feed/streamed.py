@@ -1,9 +1,10 @@
 """Pack samples as rows come: the iterable form of `PackingDataset`.
 
-Every dataloader worker of every rank reads its own share of the rows (plan/shares.py), encodes and packs it; no sample
-travels between processes. Each pack carries the state that its worker had after it, as JSON: how many rows were read,
-which samples still wait. The training process keeps the latest state of each worker (`ReaderProgress`) for the
-checkpoint. A resumed worker encodes the waiting samples again: a state has their ids and lengths, never their tensors.
+Every dataloader worker of every rank reads its own share of the rows (plan/shares.py), encodes it and packs it, so no
+sample goes from worker to worker. Each pack has the state of its worker after the pack, as JSON: how many rows were
+read, and which samples still wait. The training process keeps the latest state of each worker (`ReaderProgress`) for
+the checkpoint. A resumed worker encodes the waiting samples again: a state has their ids and lengths, never their
+tensors.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
     ) -> None:
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
         if self.sources and self.dataset.mix.ratio_by != "rows":
-            self.dataset.mix.schedule(0)  # raises for ratios by tokens, which need lengths: here, and not in a worker
+            self.dataset.mix.schedule(0)  # raises now, and not in a worker: ratios by tokens need lengths
         self.rank = rank
         self._restored: ReaderProgress | None = None
 
@@ -79,7 +80,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
     def preview(self, num_samples: int) -> Iterator[Encoded]:
         """Yield the first samples of epoch 0, encoded when they are asked for; skip rows that fail.
 
-        Not of the first pack: to fill it, a whole buffer would be read and thrown away before step 1.
+        These are the first rows, not the samples of the first pack: to fill a pack takes a whole buffer of rows.
         """
         cutter = self.dataset.encoder.cutter
         read = chain.from_iterable(in_parts(row, cutter) for row in self.dataset.samples(0))
@@ -95,7 +96,8 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         saved = None
         if self._restored is not None and self._restored.epoch == self.epoch:
-            # A dataloader asks its worker 0 first, the saved run would have asked worker `turn`: so 0 takes its part.
+            # A dataloader asks worker 0 first, but the saved run would have asked worker `turn` next: so worker 0 takes
+            # the part of worker `turn`, and so on.
             worker = (worker + self._restored.turn) % num_workers
             saved = self._restored.workers.get(worker)
         cutter = self.dataset.encoder.cutter
@@ -106,7 +108,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
 
 
 class ReaderProgress:
-    """Keep how far a rank has trained an epoch, with the state of each of its workers."""
+    """Keep how far a rank has trained an epoch: its batches, and the latest state of each of its workers."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = max(1, num_workers)
@@ -117,18 +119,18 @@ class ReaderProgress:
         self.workers: dict[int, WorkerState] = {}
 
     def trained(self, record: PackRecord) -> None:
-        """Note a pack that has been trained. The first pack of another epoch starts a new count."""
-        # The epoch of the pack, because readers may be in the next epoch already.
+        """Count a trained pack and keep its states. The first pack of another epoch starts a new count."""
+        # Use the epoch of the pack, because readers may be in the next epoch already.
         if record.epoch != self.epoch:
             self.epoch, self.turn, self.num_trained, self.workers = record.epoch, 0, 0, {}
         self.num_trained += 1
         for state in record.progress:
             self.workers[state["worker"]] = state
-            # The worker that a dataloader asks next, or the first after it that is not at its end.
+            # The dataloader asks this worker next, or the first one after it that is not at its end.
             self.turn = (state["worker"] + 1) % self.num_workers
 
     def state(self) -> dict[str, Any]:
-        """Return the progress as JSON: cursors, and ids and lengths of the samples that wait."""
+        """Return the progress as JSON: positions of the workers, and ids and lengths of the samples that wait."""
         return {
             "num_workers": self.num_workers,
             "epoch": self.epoch,
@@ -139,7 +141,7 @@ class ReaderProgress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> ReaderProgress:
-        """Restore what `state()` returned. Raises `StateMismatch` if it cannot be one."""
+        """Restore a state returned by `state()`. Raises `StateMismatch` if it is damaged."""
         check_shape(state, PROGRESS, "state")
         if state["turn"] >= state["num_workers"]:
             raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
@@ -150,13 +152,13 @@ class ReaderProgress:
 
 
 class _Buffer:
-    """The encoded samples of one worker that wait for a pack: the packer decides by lengths, this holds the tensors.
+    """Hold the encoded samples of one worker that wait for a pack, while the packer decides by their lengths.
 
-    The packer knows a sample by an id that finds it again after a resume:
+    The packer identifies a sample by an id with which it is found again after a resume:
 
         number                  a whole row, by its number in the share (0, 1, 2 ...)
         (number, part)          a part of a row
-        (number, *span)         a part in a window of a token stream, where the row alone does not tell its parts
+        (number, *span)         a part under the strategy `window`, where the row alone does not determine its parts
     """
 
     def __init__(
@@ -176,9 +178,9 @@ class _Buffer:
         self._is_at_end = False
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
-        """Pack a share. One pack is kept back, so that samples left out at the end have a record to travel in."""
+        """Pack a share. One pack is held back, so that samples left out at the end can go into its record."""
         samples = dataset.samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
-        # First, because the iterator yields the rows of waiting samples before new rows.
+        # Do this first, because the iterator yields the rows of waiting samples before new rows.
         self._encode_held_again(samples)
         if not self._is_at_end:
             for sample in samples:
@@ -190,12 +192,12 @@ class _Buffer:
         while self._ready:
             yield self._next()
         if self._left_out:
-            yield self._pack([])  # without samples, for its record
+            yield self._pack([])  # without samples: only its record is needed
 
     def state(self) -> WorkerState:
         """Return, as JSON without tensors, what a new buffer needs to make the same packs from here on.
 
-        Samples left out so far are not part of it, because the record of the pack has them.
+        Left-out samples are not part of the state, because the record of the pack has them.
         """
         return {
             "worker": self._worker,
@@ -208,7 +210,7 @@ class _Buffer:
         }
 
     def load(self, state: WorkerState) -> None:
-        """Restore what `state()` returned; the samples that wait are encoded when `packs` begins."""
+        """Restore a state returned by `state()`. The waiting samples are encoded when `packs` begins."""
         self._num_read = state["num_read"]
         self._num_packs = state["num_packs"]
         self._num_failed_in_a_row = state["num_failed_in_a_row"]
@@ -228,7 +230,7 @@ class _Buffer:
             row = next(rows, None)
             if row is None:
                 raise StateMismatch(
-                    f"the saved state holds row {number} of a share of the data, and the share now ends before it: "
+                    f"the saved state holds row {number} of a share of the data, but the share now ends before it: "
                     "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
                 )
             if isinstance(row, SampleError):
@@ -256,7 +258,7 @@ class _Buffer:
     def _cut_again(
         self, number: int, row: Encoded, items: Sequence[Item]
     ) -> Mapping[ItemId, Encoded | SampleError | LeftOut]:
-        """Cut a row again into its waiting samples; in windows of a token stream by the spans in their ids."""
+        """Cut a row again into its waiting samples; under the strategy `window`, by the spans in their ids."""
         if self._cutter is None or not self._cutter.lays_end_to_end:
             return {_item_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
         found: dict[ItemId, Encoded | SampleError | LeftOut] = {}
@@ -270,7 +272,7 @@ class _Buffer:
         samples = []
         for item in self._ready.popleft():
             sample = self._waiting.pop(item.id)
-            if isinstance(sample, SampleError):  # readable before the run was interrupted, and not now
+            if isinstance(sample, SampleError):  # the row could be read before the run was interrupted, but not now
                 self._left_out.append(counted_failure(sample, 1))
             else:
                 samples.append(sample)
@@ -280,7 +282,7 @@ class _Buffer:
         left_out, self._left_out = self._left_out, []
         self._num_packs += 1
         pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
-        # Taken now that the samples of this pack no longer wait, because it is the state after the pack.
+        # Take the state now, when the samples of this pack no longer wait: it is the state after the pack.
         pack.record = replace(pack.record, progress=(self.state(),))
         return pack
 
@@ -314,14 +316,14 @@ def _part_of(item: Item) -> int | None:
 
 
 def _unchanged(sample: Encoded | SampleError | LeftOut | None, row: Encoded, item: Item) -> Encoded:
-    """Return a waiting sample that was encoded again. Raises `StateMismatch` if its length is another."""
+    """Return a waiting sample that was encoded again. Raises `StateMismatch` if its length has changed."""
     if isinstance(sample, dict) and sample["length"] == item.length:
         return sample
     now = f"{sample['length']} tokens" if isinstance(sample, dict) else "another number of parts"
     name = sample["sample_id"] if isinstance(sample, dict) else row["sample_id"]
     raise StateMismatch(
-        f"{name} has {now} and had {item.length} when the state was saved: data or template have changed. Give those "
-        "of the saved run, or start without --resume_from_checkpoint"
+        f"{name} has {now}, but had {item.length} tokens when the state was saved: data or template have changed. Give "
+        "those of the saved run, or start without --resume_from_checkpoint"
     )
 
 

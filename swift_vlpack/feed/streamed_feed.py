@@ -1,6 +1,6 @@
-"""Feed a trainer with packs that are made as rows come; the ranks keep in step, one pack at a time.
+"""Feed a trainer with packs that are made as rows come. Ranks agree on every step before they train it.
 
-The dataloader workers that read and pack are called readers here.
+A *reader* is a dataloader worker that reads and packs rows.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from swift_vlpack.words import by_reason
 logger = logging.getLogger(__name__)
 
 NUM_ROWS_COMPARED = 16
-"""First rows by which a stream is recognized: reading more would cost the time that streams are there to save."""
+"""First rows by which a stream is recognized. To read more would cost the time that streams should save."""
 AFTER_ALL_ROWS = 2**43
-"""A start that no share reaches: from there, `samples` yields the rows that are asked for by number, and no others."""
+"""A start that no share reaches. From there, `samples` yields only the rows that are asked for by number (`held`)."""
 
 
 class StreamedFeed(Feed):
-    """Packs in the order in which the readers of each rank make them."""
+    """A feed of packs in the order in which the readers of each rank make them."""
 
     kind = "buffer"
     can_plan_again = False
@@ -60,8 +60,8 @@ class StreamedFeed(Feed):
     def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
     ) -> Iterator[Batch]:
-        """Read packs of the first rank from the beginning, and yield those of these numbers."""
-        # One worker reads what no worker reads, the whole share of the rank; more than one share it among them.
+        """Read the packs of rank 0 from the beginning, and yield those with these numbers."""
+        # A single worker reads the same rows as this process would, so it is not worth starting.
         num_workers = num_workers if num_workers > 1 else 0
         loader: Any = DataLoader(self.packs, batch_size=1, collate_fn=collate, num_workers=num_workers)
         made: Iterator[Batch] = (batch for batch in loader if batch.record.sample_ids)
@@ -71,13 +71,13 @@ class StreamedFeed(Feed):
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
         """Encode the samples of a pack of this epoch a second time, from the shares of this rank's readers."""
         if self.config.packing_strategy == WINDOW:
-            raise CannotReadAgain("where a stream cuts a row depends on all rows before it")
+            raise CannotReadAgain("the place where a stream cuts a row depends on all rows before it")
         if why := self.dataset.why_not_again(record.sample_ids):
             raise CannotReadAgain(why)
         return self._samples_of(record, rank, max(1, num_workers))
 
     def _samples_of(self, record: PackRecord, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
-        """Encode the rows of a pack again, reader by reader. A row that is cut yields the parts of other packs too."""
+        """Encode the rows of a pack again, reader by reader. A cut row also yields the parts in other packs."""
         rows, wanted = self.dataset, {key._replace(part=None) for key in record.sample_ids}
         for worker in range(num_workers):
             share = share_of(rank, self.num_ranks, worker, num_workers)
@@ -90,7 +90,7 @@ class StreamedFeed(Feed):
     # -- epochs -----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> EpochStart:
-        """Begin an epoch. Persistent readers see its number when they are asked for the next packs."""
+        """Begin an epoch. Persistent readers see its number when they begin their next packs."""
         self.packs.set_epoch(epoch)
         return EpochStart()
 
@@ -101,8 +101,8 @@ class StreamedFeed(Feed):
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
-        """Make a loader whose workers read shares of their own."""
-        # Now, and not at the first vote, because all ranks have to make the group at the same point.
+        """Make a loader whose workers each read a share of the rows."""
+        # Make the group now and not at the first vote: all ranks have to make it at the same point.
         self._ranks = ranks()
         self._collate = options["collate_fn"]
         self._device = options.get("device")
@@ -115,10 +115,10 @@ class StreamedFeed(Feed):
         return in_step(self._trainable(loaded), self._without_loss, self._ranks)
 
     def fill_up(self, num_missing: int) -> list[Batch]:
-        """Return batches without loss, so that the last step of an epoch is whole.
+        """Return batches without loss that complete the last step of an epoch.
 
-        transformers' Trainer does not know how long the epoch is. It would leave the gradients of an incomplete step
-        to the first step of the next epoch, divided by that step's number of tokens.
+        transformers' Trainer does not know how long the epoch is. It would add the gradients of an incomplete step to
+        the first step of the next epoch, divided by that step's number of tokens.
         """
         return [self._without_loss() for _ in range(num_missing)]
 
@@ -127,7 +127,7 @@ class StreamedFeed(Feed):
         return batch if self._device is None else batch.to(self._device)
 
     def _trainable(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
-        """Skip packs without a sample. What they left out is added to the next pack, or kept for `left_out_after`."""
+        """Skip packs without samples. Their left-out samples go to the next pack, or to `left_out_after`."""
         empty: list[PackRecord] = []
         for batch in loaded:
             assert batch.record is not None
@@ -145,7 +145,7 @@ class StreamedFeed(Feed):
         self._left_out_after = _left_out(empty)
 
     def consumed(self, records: Sequence[PackRecord]) -> None:
-        """Keep the states of the readers after these packs, which were trained."""
+        """Count these packs as trained, and keep the states of their readers."""
         for record in records:
             self.progress.trained(record)
         if not self._has_warned_of_length:
@@ -157,16 +157,16 @@ class StreamedFeed(Feed):
     # -- the account of an epoch ------------------------------------------------------------------------------------
 
     def left_out_after(self) -> list[LeftOut]:
-        """Return, and forget, the samples that the readers of this rank left out after their last packs."""
+        """Return and forget the samples that the readers of this rank left out after their last packs."""
         left_out, self._left_out_after = self._left_out_after, []
         return left_out
 
     def count_rows(self, counted: Counts) -> None:
-        """Count as read what was packed or left out: a stream's rows are unknown before they are read."""
+        """Set the rows read to those packed or left out: the rows of a stream are unknown in advance."""
         counted.read_what_came()
 
     def end(self, counted: Counts) -> str | None:
-        """Return a warning. Raises `DataError` if the epoch had no pack, because then no epoch would ever have one."""
+        """Return a warning or None. Raises `DataError` if the epoch had no pack: no other epoch would have one."""
         if not counted.num_packs:
             raise DataError(f"epoch {self.epoch} has no pack; its rows were left out: {by_reason(counted.num_dropped)}")
         return warning_of_left_out(counted.num_dropped, num_of=counted.num_read, what=self.config.what_is_packed)
@@ -186,7 +186,7 @@ class StreamedFeed(Feed):
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the epoch. Each rank saves the states of its own readers (`rank_state`)."""
+        """Return the epoch. `rank_state` has the states of the readers, which each rank saves for itself."""
         return {"epoch": self.epoch}
 
     def rank_state(self) -> dict[str, Any] | None:
@@ -209,7 +209,7 @@ class StreamedFeed(Feed):
 
 
 def _of_stream(stream: StreamedRows) -> dict[str, Any]:
-    """Recognize a stream by its shards and its first rows."""
+    """Return what identifies a stream: the number of its shards, and its first rows."""
     return {
         "num_shards": stream.num_shards,
         "data": digest_of(*map(row_bytes, stream.first_rows(NUM_ROWS_COMPARED))),

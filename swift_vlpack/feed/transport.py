@@ -1,15 +1,15 @@
-"""Bring batches out of dataloader workers: written once, into memory that the trainer's process maps.
+"""Send batches from dataloader workers to the trainer's process through shared memory, which is written only once.
 
-    worker     buffer = free or new -> pixels are joined in it -> the other tensors are copied in -> name of the buffer
-    trainer    maps the buffer -> tensors -> when the last tensor is gone, the first byte says that it is free again
+    worker     takes a free or new buffer -> joins pixels in it -> copies the other tensors in -> sends its descriptor
+    trainer    maps the buffer -> makes tensors -> when the last tensor is gone, sets the first byte to "free"
 
 A worker keeps its buffers, because new memory costs far more than a copy: the system clears every page of it when the
 page is first touched. 59 MB of photos take 44 ms of processor time in new shared memory, and 3 ms in memory that was
-used before (`benchmarks/loader.py`). Templates join pixels twice, into new memory each time, and torch then moves them
-to new shared memory; here the first join writes where the trainer reads, and the others find nothing to do.
+used before (`benchmarks/loader.py`). Templates join pixels twice, each time into new memory, and torch then moves them
+to new shared memory. Here the first join writes into the buffer, and the other steps have nothing left to do.
 
-The memory is anonymous, so the size of /dev/shm, which containers have 64 MB of, does not limit it. Where the system
-has no such memory, a batch travels as bytes through a pipe.
+The memory is anonymous, so the size of /dev/shm (64 MB in most containers) does not limit it. On a system without such
+memory, a batch is sent as bytes through a pipe.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from torch.overrides import TorchFunctionMode
 
 _ALIGNMENT = 64
 _HEADER = _ALIGNMENT
-"""Bytes before the first tensor; the first of them says whether the trainer's process reads the buffer."""
+"""Bytes before the first tensor. The first byte says whether the trainer's process still reads the buffer."""
 _FREE, _IN_USE = 0, 1
 _SPARE_BYTES = 1 << 24
-"""Room beside the tensors of the samples, for those that the template adds; memory that is not touched costs nothing.
-"""
+"""Room for tensors that the template adds to those of the samples. Memory that is never touched costs nothing."""
 _LEAST_JOINED_BYTES = 1 << 18
-"""Smaller tensors are joined as always and copied into the buffer: that is faster than to look at them."""
+"""Fewest bytes that are joined in the buffer. Smaller tensors are joined as usual and copied, which is faster."""
 MOST_INLINE_BYTES = 1 << 19
-"""Smaller batches, as those of texts are, go through the pipe: handing over a descriptor takes longer (1 to 2 ms)."""
+"""Most bytes of a batch, such as one of texts, that goes through the pipe: to send a descriptor takes 1 to 2 ms."""
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _CLOSE_ON_EXEC = 1  # MFD_CLOEXEC
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 
 
 class Place(NamedTuple):
-    """Where a tensor is in a buffer."""
+    """The place of a tensor in a buffer."""
 
     offset: int
     shape: tuple[int, ...]
@@ -62,26 +61,26 @@ class Buffer:
         self.grow(num_bytes)
 
     def grow(self, num_bytes: int) -> None:
-        """Make room. Tensors that were placed before keep the memory as it was mapped for them."""
+        """Enlarge the buffer. Tensors that were placed before keep their mapping of the memory."""
         os.ftruncate(self.fd, num_bytes)
         self.num_bytes = num_bytes
         self.memory = np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
 
     @property
     def is_free(self) -> bool:
-        """Return whether the trainer's process is done with the batch."""
+        """Tell whether the trainer's process no longer reads the batch."""
         return int(self.memory[0]) == _FREE
 
 
 class Buffers:
-    """The buffers of a dataloader worker. As many are made as the trainer's process holds batches at a time."""
+    """The buffers of a dataloader worker: as many as the trainer's process holds batches at a time."""
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
         keep_freed_memory()
 
     def sent(self, num_bytes: int, make: Callable[[], Any]) -> Sent | AsBytes:
-        """Make a batch, of some `num_bytes`, in a free buffer, and return what the queue of the worker carries."""
+        """Make a batch of about `num_bytes` in a free buffer. Returns the object for the queue of the worker."""
         try:
             written = Written(self.take(_HEADER + num_bytes + _SPARE_BYTES))
         except OSError:
@@ -91,7 +90,7 @@ class Buffers:
         return written.sent(batch)
 
     def take(self, num_bytes: int) -> Buffer:
-        """Return a free buffer with room, the smallest that fits; make it or let it grow if there is none."""
+        """Return the smallest free buffer that has room. If there is none, enlarge a free one or make a new one."""
         free = sorted((one for one in self._buffers if one.is_free), key=lambda one: one.num_bytes)
         if not free:
             self._buffers.append(made := Buffer(num_bytes))
@@ -103,9 +102,9 @@ class Buffers:
 
 
 class Written(TorchFunctionMode):
-    """Write one batch into a buffer. Within the block, large tensors are joined in the buffer.
+    """Write one batch into a buffer. Inside this block, large tensors are joined in the buffer.
 
-    The result is the same numbers. What joins one tensor that is in the buffer already gets that tensor.
+    The numbers are the same. To join a single tensor that is in the buffer already returns that tensor.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -123,7 +122,7 @@ class Written(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def sent(self, batch: Any) -> Sent:
-        """Copy the tensors of a batch that are not in the buffer yet, and return what the queue carries."""
+        """Copy the tensors of a batch that are not in the buffer yet. Returns the object for the queue."""
         stream, places = io.BytesIO(), _Places(self)
         pickler = ForkingPickler(stream, pickle.HIGHEST_PROTOCOL)
         pickler.persistent_id = places.of  # type: ignore[method-assign]
@@ -135,7 +134,7 @@ class Written(TorchFunctionMode):
         return Sent(source, self._buffer.num_bytes, tuple(places.known), stream.getvalue())
 
     def place_of(self, tensor: torch.Tensor) -> Place:
-        """Return where a tensor is in the buffer; copy it there first if it is elsewhere."""
+        """Return the place of a tensor in the buffer. A tensor that is elsewhere is copied first."""
         offset = self._offset(tensor) if tensor.is_contiguous() else None
         if offset is None:
             made = self._place(tuple(tensor.shape), tensor.dtype)
@@ -162,7 +161,7 @@ class Written(TorchFunctionMode):
 
 
 class _Places:
-    """Give the tensors of a batch numbers, one for a tensor that the batch has twice."""
+    """Number the tensors of a batch. A tensor that the batch has twice has one number."""
 
     def __init__(self, written: Written) -> None:
         self._written = written
@@ -179,10 +178,10 @@ class _Places:
 
 
 class Sent:
-    """A batch in a buffer, for the queue of a worker; unpickled, it is the batch itself."""
+    """A batch in a buffer, for the queue of a worker. Unpickling it returns the batch."""
 
     def __init__(self, source: Any, num_bytes: int, places: tuple[Place, ...], data: bytes) -> None:
-        """Send what is in `source`: the descriptor of a buffer of `num_bytes`, or a copy of what was written in it."""
+        """Send the tensors in `source`: the descriptor of a buffer of `num_bytes`, or a copy of its written bytes."""
         self._parts = source, num_bytes, places, data
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -190,7 +189,7 @@ class Sent:
 
 
 def received(source: Any, num_bytes: int, places: Sequence[Place], data: bytes) -> Any:
-    """Return a batch whose tensors are in the buffer of a worker; the buffer is free when the last of them is gone."""
+    """Return a batch whose tensors are in the buffer of a worker. The buffer is free when all of them are gone."""
     memory = np.frombuffer(source, np.uint8) if isinstance(source, bytearray) else _mapped(source, num_bytes)
     tensors = [tensor_at(memory, place) for place in places]
     unpickler = pickle.Unpickler(io.BytesIO(data))
@@ -210,13 +209,13 @@ def _mapped(fd: Any, num_bytes: int) -> Any:
 
 
 def _set_free(mapped: mmap.mmap, pid: int) -> None:
-    # A process that was forked meanwhile drops its copy of the batch, which the trainer may still read.
+    # Only this process may free the buffer: a process that was forked meanwhile drops only its copy of the batch.
     if os.getpid() == pid:
         mapped[0] = _FREE
 
 
 def tensor_at(memory: Any, place: Place) -> torch.Tensor:
-    """Return the tensor at a place in a buffer; it keeps the memory alive.
+    """Return the tensor at a place in a buffer. The tensor keeps the memory alive.
 
     >>> tensor_at(np.arange(8, dtype=np.uint8), Place(4, (2, 1), torch.int16)).tolist()
     [[1284], [1798]]
@@ -226,7 +225,7 @@ def tensor_at(memory: Any, place: Place) -> torch.Tensor:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor with nothing about it but its numbers; others travel as torch sends them."""
+    """Tell whether a value is a plain tensor of numbers on the CPU. Other tensors are sent in torch's own way."""
     return (
         type(value) is torch.Tensor
         and value.device.type == "cpu"
@@ -238,7 +237,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _joined_by_rows(tensors: Any = (), dim: int = 0, **others: Any) -> list[torch.Tensor]:
-    """Return the tensors, if they can be joined by laying them end to end and are large; otherwise none."""
+    """Return the tensors if they are large and can be joined by laying them end to end; otherwise return none."""
     given = list(tensors)
     if others or dim != 0 or not given or not all(map(is_plain, given)):
         return []
@@ -248,15 +247,15 @@ def _joined_by_rows(tensors: Any = (), dim: int = 0, **others: Any) -> list[torc
 
 
 def keep_freed_memory() -> None:
-    """Let this worker keep the memory that it frees, where the C library can be told: the next pack needs as much.
+    """Let this worker keep the memory that it frees, if the C library can do that: the next pack needs as much.
 
-    Else the photos of each pack are new memory, which the system clears page by page: 12.0 ms of processor time a photo
-    of 640x480 and not 10.0 (`benchmarks/loader.py`).
+    Otherwise the photos of each pack are in new memory, which the system clears page by page. That takes 12.0 ms of
+    processor time for a photo of 640x480, in place of 10.0 (`benchmarks/loader.py`).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        # Both: whoever sets one of them fixes the other at its low start.
-        mallopt(_MMAP_THRESHOLD, 1 << 25)  # more is refused
+        # Set both: to set only one of them fixes the other at its low initial value.
+        mallopt(_MMAP_THRESHOLD, 1 << 25)  # the largest value that glibc accepts
         mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
@@ -273,7 +272,7 @@ def anonymous_file() -> int:
 
 
 class AsBytes:
-    """A batch that travels as bytes, tensors included; unpickled, it is the batch itself."""
+    """A batch that is sent as bytes, tensors included. Unpickling it returns the batch."""
 
     def __init__(self, batch: Any) -> None:
         self._data = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
@@ -292,6 +291,6 @@ def num_bytes_of(value: Any) -> int:
         return value.nbytes
     if isinstance(value, Mapping):
         return sum(map(num_bytes_of, value.values()))
-    # Tokens are lists of thousands of numbers; the first of them tells.
+    # Look at the first element only: tokens are lists of thousands of numbers.
     has_inner = isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float))
     return sum(map(num_bytes_of, value)) if has_inner else 0

@@ -1,9 +1,9 @@
-"""Make units of encoded rows that share a prefix: check that they do share it, and keep its pixels once.
+"""Make units of encoded rows that share a prefix: check that the rows share it, and keep its pixels once.
 
     [row 1, row 2, row 3] that begin with the same image  ->  Unit(prefix, pixels, [row 1, row 2, row 3 without pixels])
 
-A plan knows by keys which rows share a prefix (`rows/prefixes.py`). Here the encoded rows themselves are compared:
-tokens, pixels and grids. A row that differs, because its template draws at random, say, is trained alone.
+A plan decides by keys which rows share a prefix (`rows/prefixes.py`). This module compares the encoded rows: tokens,
+pixels and grids. A row that differs is trained alone, for example if its template draws at random.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _TYPES = ("token_type_ids", "mm_token_type_ids", "image_token_types")
 
 @dataclass(slots=True)
 class Unit:
-    """Samples that share their first `prefix` tokens, and the pixels in these; or one sample that shares nothing."""
+    """Samples that share their first `prefix` tokens, with the pixels of these; or one sample that shares nothing."""
 
     samples: list[Encoded]
     prefix: int = 0
     pixels: dict[str, Any] = field(default_factory=dict)
-    """The pixels of the prefix, which the samples do not have themselves."""
+    """The pixels of the prefix, which were taken out of the samples."""
     takes_more: set[int] = field(default_factory=set)
     """Indices of the samples that take more tokens than planned."""
 
     def in_pack(self, kept: list[int]) -> list[Encoded]:
-        """Return these of its samples as a pack has them: the first with the pixels, the others as branches."""
+        """Return some samples of the unit as a pack has them: the first with the pixels, the others as branches."""
         if self.prefix == 0 or not kept:
             return [self.samples[at] for at in kept]
         first, *others = (self.samples[at] for at in kept)
@@ -62,7 +62,7 @@ class UnitsOfPack:
         self.open: Unit | None = None
         """The unit that the next sample may join."""
         self.apart: set[SampleId] = set()
-        """The samples that were to share a prefix, and do not."""
+        """The samples that were planned to share a prefix, but were encoded apart."""
 
     def close(self) -> None:
         """Let the next sample begin another unit."""
@@ -73,7 +73,7 @@ class UnitsOfPack:
         return "no other sample has its pixels" if self.open is None else why_apart(sample, self.open)
 
     def add(self, sample: Encoded, prefix: int) -> Unit:
-        """Put a sample into the open unit, or into one of its own, which opens if it can have a prefix."""
+        """Put a sample into the open unit, or begin another unit with it, which stays open if it can have a prefix."""
         if not prefix:
             why = None
         else:
@@ -91,7 +91,7 @@ class UnitsOfPack:
 
 
 def has_pixels(sample: Encoded) -> bool:
-    """Return whether a sample brings pixels."""
+    """Tell whether a sample has pixels."""
     return any(sample.get(name) is not None for name in PIXELS)
 
 

@@ -1,8 +1,8 @@
-"""Report which ranks are missing when a rank waits for long, and which have left, and why, when a collective fails.
+"""Report which ranks are missing if a rank waits for long, and which ranks have left, and why, if a collective fails.
 
 All ranks reach the same points (a collective, a vote, a checkpoint) in the same order. Each rank writes two things to
-the store through which the ranks found each other: the number of the point that it has reached, and the error with
-which it leaves. A rank that waits reads what the others wrote.
+the store through which the ranks found each other: the number of the last point that it has reached, and the error with
+which it leaves. A rank that waits reads what the other ranks wrote.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from swift_vlpack.errors import VLPackError
 logger = logging.getLogger(__name__)
 
 SECONDS_BEFORE_IT_IS_SAID = 180.0
-"""Seconds of waiting before the first warning. Each further one comes when the time has doubled."""
+"""Seconds of waiting before the first warning. Each further warning comes when the time has doubled."""
 _CONNECTING = timedelta(seconds=10)
 _OF_GLOO = ("gloo/", "Application timeout caused pair closure", "Connection closed by peer", "Connection reset by peer")
-"""Texts by which an error of a gloo collective is recognized, because its class is only RuntimeError."""
+"""Texts by which an error of a gloo collective is recognized, because its class is just RuntimeError."""
 _LONGEST_ERROR = 300
-"""Characters of an error that are kept for the other ranks."""
+"""Most characters of an error that is sent to the other ranks."""
 _num_points = 0
 
 
@@ -38,12 +38,13 @@ class RankGone(VLPackError):
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Watch work that ends only when all ranks have reached it.
+    """Watch work inside this block that ends only when all ranks have reached it.
 
-    After a while, log which ranks are missing. Raises `RankGone`, with the ranks that have left, if a collective fails.
+    After a while, log which ranks are missing. Raises `RankGone`, which names the ranks that have left, if a collective
+    fails. `what` names the point in logs and errors.
     """
     global _num_points
-    # Points are numbered, because the same name comes again in every step.
+    # Number the points, because the same name comes again in every step.
     _num_points += 1
     with _watched(_store(), _num_points, what, SECONDS_BEFORE_IT_IS_SAID):
         yield
@@ -57,12 +58,12 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
     with suppress(RuntimeError):  # the store is gone; the collective will fail and report it
         store.set(str(dist.get_rank()), f"{point} {what}")
     is_over = threading.Event()
-    # A daemon, so that the thread does not keep a run alive that ends with an error.
+    # Make it a daemon thread, so that it does not keep a run alive that ends with an error.
     watcher = threading.Thread(target=_watch, args=(store, point, what, seconds, is_over), daemon=True)
     watcher.start()
     try:
         yield
-    except RankGone:  # a point inside of this one has reported it
+    except RankGone:  # an inner point has reported it
         raise
     except Exception as error:
         if not is_of_collective(error):
@@ -75,7 +76,7 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Return whether an error comes from the communication between ranks, and not from their work."""
+    """Tell whether an error comes from the communication between ranks, not from their work."""
     if isinstance(error, (RankGone, dist.DistError)):
         return True
     return type(error) is RuntimeError and any(part in str(error) for part in _OF_GLOO)
@@ -114,7 +115,7 @@ def _watch(store: Any, point: int, what: str, seconds: float, is_over: threading
 
 
 def _missing(store: Any, point: int) -> list[str]:
-    """Describe the ranks that have not reached a point, and the last point of each."""
+    """Describe the ranks that have not reached a point, with the last point of each."""
     missing = []
     for rank in range(dist.get_world_size()):
         number, _, what = store.get(str(rank)).decode().partition(" ") if store.check([str(rank)]) else ("0", "", "")
@@ -130,9 +131,9 @@ def _store() -> Any:
         return None
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Our own client: a call that waits holds its client's lock, and torch's client has collectives to serve.
+        # Use a client of our own: a call that waits holds the lock of its client, and collectives need torch's client.
         client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)  # type: ignore[attr-defined]
     except (KeyError, ValueError, RuntimeError) as error:
-        logger.info("ranks that wait cannot say for whom: %s", error)
+        logger.info("a rank that waits cannot say which ranks are missing: %s", error)
         return None
     return dist.PrefixStore("vlpack_points", client)  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""The only code that names ms-swift: where packing holds on to it, and what it puts there."""
+"""Connect packing to ms-swift. Only this room names ms-swift. Begin with `pipeline.py`."""

@@ -1,12 +1,12 @@
-"""Settle the options of a packed run once, from ms-swift's arguments, and refuse what cannot go together.
+"""Make the options of a packed run once, from ms-swift's arguments, and refuse options that contradict each other.
 
-ms-swift makes its arguments in one long `__post_init__`; `host/install.py` calls two functions from inside of it:
+ms-swift makes its arguments in one long `__post_init__`. `host/install.py` calls two functions from inside of it:
 
-    settle_options(args)   first: a `VLPACK_*` variable becomes a value, all are checked
-    prepare_args(args)     later, when the model's length is known: the `PackingConfig` of the run is made, and kept
+    settle_options(args)   first: read the `VLPACK_*` variables, and check all options
+    prepare_args(args)     later, when the model's length is known: make the `PackingConfig` of the run, and keep it
 
-From then on `packing_config(args)` returns that one config, and `plans_ahead(args)` says whether the packs of the run
-are planned or made as rows come. Nothing reads the variables again.
+From then on `packing_config(args)` returns that one config, and `plans_ahead(args)` tells whether the run plans its
+packs. Nothing reads the variables again.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ logger = get_logger()
 FIELDS_OF_SWIFT = ("packing", "packing_length", "packing_strategy")
 """Packing options that are fields of ms-swift's arguments as well."""
 OURS = (SftArguments, PretrainArguments)
-"""The arguments of `swift sft` and `swift pt`; other commands have subclasses of these, and are not ours."""
+"""The arguments of `swift sft` and `swift pt`. Other commands have subclasses of these, which are left alone."""
 _NO_ARCHITECTURE = "null"
 """ms-swift stores this as the architecture of a model type that has none."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
-"""Values of `--attn_impl` under which the model gets the attention `vlpack`; other values are left to ms-swift."""
+"""Values of `--attn_impl` with which the model gets the attention `vlpack`. ms-swift handles all other values."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,17 +64,17 @@ class _Settled:
     config: PackingConfig | None = None
     """All options with their defaults; None until the model's length is known."""
     unpacked_batch_size: int = 1
-    """`per_device_train_batch_size` as it was given."""
+    """`per_device_train_batch_size` as the user gave it."""
     accumulation: int = 1
-    """`gradient_accumulation_steps` as it was given, or ms-swift's own default."""
+    """`gradient_accumulation_steps` as the user gave it, or ms-swift's own default."""
     lazy_tokenize: bool | None = None
-    """As it was given; ms-swift then decides by whether the run packs."""
+    """`lazy_tokenize` as the user gave it. ms-swift replaces it by a value that depends on packing."""
 
 
 _settled: dict[int, _Settled] = {}
-"""By the `id` of the arguments, and deleted with them.
+"""The options of each run, by the `id` of its arguments; an entry is deleted with the arguments.
 
-Not an attribute of the arguments, because ms-swift writes these to args.json and compares them. Not a
+It is no attribute of the arguments, because ms-swift writes those to args.json and compares them. It is no
 `WeakKeyDictionary`, because a dataclass that can be compared has no hash.
 """
 
@@ -86,19 +86,19 @@ def _keep(args: Any, settled: _Settled) -> None:
 
 
 def is_ours(args: Any) -> bool:
-    """Return whether this is `swift sft` or `swift pt` with packing; rlhf, infer, export and Megatron are not."""
+    """Tell whether these are arguments of `swift sft` or `swift pt` with packing, not of rlhf, infer or export."""
     return type(args) in OURS and bool(args.packing)
 
 
 def packing_config(args: Any) -> PackingConfig:
-    """Return the one config of the run, which `prepare_args` has made."""
+    """Return the config of the run, which `prepare_args` has made."""
     config = _settled[id(args)].config
     assert config is not None, "ms-swift asked for the packing options before it checked its own"
     return config
 
 
 def plans_ahead(args: Any) -> bool:
-    """Return whether the packs of the run are planned before training. False if they are made as rows come."""
+    """Tell whether the run plans its packs before training. If not, packs are made as rows come."""
     return is_planned(packing_config(args), is_sized=not args.streaming)
 
 
@@ -108,7 +108,7 @@ def data_seed(args: Any) -> int:
 
 
 def unpacked_batch_size(args: Any) -> int:
-    """Return how many samples would share a padded batch of one rank without packing."""
+    """Return the number of samples that would share a padded batch of one rank without packing."""
     return _settled[id(args)].unpacked_batch_size
 
 
@@ -121,14 +121,14 @@ def unpacked_step(args: Any) -> UnpackedStep | None:
 
 
 def deletes_failing_rows(args: Any) -> bool:
-    """Return whether plain `swift sft` would delete rows that cannot be encoded before it draws any.
+    """Tell whether plain `swift sft` would delete all rows that cannot be encoded before it draws any.
 
-    Otherwise it encodes a row when it is trained, and puts another one in place of a row that fails.
+    Otherwise it encodes a row when the row is trained, and replaces a row that fails by another one.
     """
     plain = copy.copy(args)
     plain.packing, plain.lazy_tokenize = False, _settled[id(args)].lazy_tokenize
     level = logger.level
-    logger.setLevel(logging.WARNING)  # it would log a setting that is not this run's
+    logger.setLevel(logging.WARNING)  # otherwise ms-swift logs a setting that is not this run's
     try:
         plain._init_lazy_tokenize()
     finally:
@@ -139,7 +139,7 @@ def deletes_failing_rows(args: Any) -> bool:
 def settle_options(args: Any) -> None:
     """Collect the options from flags, the training file and variables, and check all of them.
 
-    Called before ms-swift looks at a field or asks a hub for a model. Values of variables are written into ms-swift's
+    Call it before ms-swift looks at a field or asks a hub for a model. Values of variables are written into ms-swift's
     own fields.
     """
     given = _flags_given(args)
@@ -155,7 +155,7 @@ def settle_options(args: Any) -> None:
     if args.truncation_strategy == "split":
         options["packing_overflow"] = _overflow_of_split(options)
         config = dataclasses.replace(config, packing_overflow=options["packing_overflow"])
-        args.truncation_strategy = "delete"  # which leaves long rows to packing_overflow
+        args.truncation_strategy = "delete"  # with this value, packing_overflow decides about long rows
     _refuse_contradictions(args, config)
     _keep(args, _Settled(options, lazy_tokenize=args.lazy_tokenize))
     for name in set(options) & {"packing_length", "packing_strategy"}:
@@ -163,21 +163,21 @@ def settle_options(args: Any) -> None:
 
 
 def _refuse_unknown_types(args: Any) -> None:
-    """Refuse an unknown type and suggest the one that was meant; ms-swift would print its several hundred types."""
+    """Raise `ConfigError` for an unknown type, with a suggestion. ms-swift would print its several hundred types."""
     for name, known in (("model_type", MODEL_MAPPING), ("template", TEMPLATE_MAPPING)):
         if (given := getattr(args, name)) and given not in known:
             raise ConfigError(f"--{name} {given} is not known to ms-swift{did_you_mean(given, known)}")
 
 
 def _read_training_file_again() -> None:
-    """Refuse a training file that gives a key twice, because ms-swift silently took the last value."""
+    """Raise `ConfigError` if the training file gives a key twice: ms-swift has silently taken the last value."""
     path = os.environ.get(CONFIG_FILE)
-    if path and os.path.isfile(path):  # a temporary file may be gone by now
+    if path and os.path.isfile(path):  # if it was a temporary file, it may be gone by now
         read_yaml(Path(path), path)
 
 
 def _overflow_of_split(options: Mapping[str, Any]) -> str:
-    """Return the `packing_overflow` that `--truncation_strategy split` means; refuse another one beside it."""
+    """Return the `packing_overflow` that `--truncation_strategy split` means. Raises if another one was given, too."""
     given = str(options.get("packing_overflow", "split"))
     if given != "split":
         raise ConfigError(f"--truncation_strategy split and packing_overflow={given} contradict each other; give one")
@@ -185,7 +185,7 @@ def _overflow_of_split(options: Mapping[str, Any]) -> str:
 
 
 def _wants_packing(args: Any, given: set[str]) -> bool:
-    """Read the option `packing` and no other. A run that does not pack may have any variable, even a misspelt one."""
+    """Read the option `packing` alone: in a run that does not pack, wrong or misspelt options do not matter."""
     variable = f"{ENV_PREFIX}PACKING"
     environ = {variable: os.environ[variable]} if variable in os.environ else {}
     flags = {"packing": args.packing} if "packing" in given else {}
@@ -193,10 +193,11 @@ def _wants_packing(args: Any, given: set[str]) -> bool:
 
 
 def _flags_given(args: Any) -> set[str]:
-    """Return which options that are also fields of ms-swift were given by a flag or a key of the training file.
+    """Return the options among ms-swift's own fields that were given by a flag or a key of the training file.
 
     A field with its default value may have been given all the same. So look for the flags that ms-swift is parsing at
-    this moment, in the frame of its `parse_args`. Arguments that were made in Python have only their values.
+    this moment, in the frame of its `parse_args`. For arguments that were made in Python, only a value other than the
+    default counts as given.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not parse_args.__code__:
@@ -208,7 +209,7 @@ def _flags_given(args: Any) -> set[str]:
 
 
 def check_packing_of_others(args: Any, *, flash_check: Callable[[Any], None]) -> None:
-    """Leave packing of `swift rlhf` and its kind to ms-swift, and say so. If ms-swift refuses, name the way out."""
+    """Leave packing of other commands (`swift rlhf`) to ms-swift, and log that. If it refuses, name the way out."""
     if not args.packing:
         flash_check(args)
         return
@@ -225,13 +226,14 @@ def check_packing_of_others(args: Any, *, flash_check: Callable[[Any], None]) ->
 
 
 _OTHERS = {"RLHFArguments": "`swift rlhf`"}
-"""The command of a class of arguments."""
+"""Names of commands by the class of their arguments."""
 
 
 def portable(args: Any) -> Any:
-    """Copy the arguments without the plugin, callback and attention of this package; plugins of the user stay.
+    """Copy the arguments for args.json, without the plugin, callback and attention of this package.
 
-    `swift infer` and `swift export` read the copy (args.json) on machines that may not have this package.
+    `swift infer` and `swift export` read args.json on machines that may not have this package. Plugins of the user
+    stay.
     """
     saved = copy.copy(args)
     for name in ("external_plugins", "custom_register_path"):
@@ -257,14 +259,14 @@ def make_config(args: Any) -> PackingConfig:
 
 
 def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
-    """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
+    """Check a packed run before anything is loaded, and change its arguments to what packing needs."""
     config = make_config(args)
-    refuse_combinations(vars(args), config)  # again, because the task may follow from the model
+    refuse_combinations(vars(args), config)  # check again, because the task may follow from the model
     _refuse_another_model(args)
     if config.fusion_config is not None:
         args.dataset = [spec.dataset for spec in read_fusion_config(config.fusion_config).sources]
     if args.attn_impl not in OWN_ATTENTION:
-        flash_check(args)  # ms-swift's own check of the name
+        flash_check(args)  # ms-swift's own check of the attention's name
     args.padding_free = True
     if config.packing_batch == SAMPLES:
         _accumulate_by_steps(args)
@@ -277,9 +279,10 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
 
 
 def _refuse_another_model(args: Any) -> None:
-    """Refuse a `--model_type` for another architecture than config.json names, if ms-swift knows that architecture.
+    """Raise `ConfigError` if `--model_type` is for another architecture than config.json names.
 
-    ms-swift trusts the option. It would load the weights into the wrong architecture, and use the wrong template.
+    ms-swift trusts the option: it would load the weights into the wrong architecture, and use the wrong template. An
+    architecture that ms-swift does not know is not checked.
     """
     own = args.model_meta.architectures
     found = (PretrainedConfig.get_config_dict(args.model_dir)[0].get("architectures") or [None])[0]
@@ -293,7 +296,7 @@ def _refuse_another_model(args: Any) -> None:
 
 
 def _refuse_contradictions(args: Any, config: PackingConfig) -> None:
-    """Refuse options of ms-swift and packing options that contradict each other."""
+    """Raise `ConfigError` for options of ms-swift that contradict packing options."""
     cutting = Cutting.of(config)
     if cutting is not None and cutting.how != "drop" and args.truncation_strategy in ("left", "right"):
         raise ConfigError(
@@ -309,9 +312,10 @@ def _refuse_contradictions(args: Any, config: PackingConfig) -> None:
 
 
 def _count_tokens_of_all_ranks(args: Any) -> None:
-    """Let ms-swift divide by the tokens of all ranks.
+    """Let ms-swift divide the loss by the tokens of all ranks.
 
-    A mean of the ranks' means would count a rank without packs as a loss of 0, and weigh samples by their rank.
+    Otherwise it takes the mean of the ranks' means, which would count a rank without packs as a loss of 0, and weigh
+    samples by their rank.
     """
     if not args.average_tokens_across_devices and args.global_world_size > 1:
         args.average_tokens_across_devices = True
@@ -322,15 +326,15 @@ def _count_tokens_of_all_ranks(args: Any) -> None:
 
 
 def _accumulation(args: Any) -> int:
-    """Return the accumulation that was given, or ms-swift's own default."""
+    """Return the accumulation that was given, or ms-swift's own default: about 16 samples in a step."""
     given: int | None = args.gradient_accumulation_steps
     return given or max(1, math.ceil(16 / args.per_device_train_batch_size / num_ranks_of_run()))
 
 
 def _accumulate_by_steps(args: Any) -> None:
-    """Let the trainer take each step whole: how many sequences it accumulates differs from step to step.
+    """Let the trainer take each step whole, because the number of sequences differs from step to step.
 
-    The batch size and the accumulation that were given stay in args.json and in what is shown (`unpacked_step`).
+    args.json and the log keep the batch size and the accumulation that were given (`unpacked_step`).
     """
     step = unpacked_step(args)
     assert step is not None
@@ -342,7 +346,7 @@ def _accumulate_by_steps(args: Any) -> None:
 
 
 def _fold_batch_size(args: Any) -> None:
-    """Turn a batch size above one into accumulation, because a batch is one pack; the effective batch size stays."""
+    """Turn a batch size above 1 into accumulation, because a batch is one pack. The effective batch size stays."""
     per_device = args.per_device_train_batch_size
     accumulation = args.gradient_accumulation_steps = _accumulation(args)
     if per_device <= 1:

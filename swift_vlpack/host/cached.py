@@ -43,9 +43,9 @@ SETTINGS = "settings.json"
 SIZES = "sizes.npz"
 """By name of the folder (5, num_rows): tokens before they are rounded up, images, patches, targets and aspect."""
 _LENGTHS = ("lengths", "length")
-"""The column, as this and older versions of ms-swift name it."""
+"""Names of the column in this version of ms-swift and in older ones."""
 _NAMED = ("settings", "variables", "packages")
-"""Settings that are named one by one; of the others a digest tells whether they differ."""
+"""Groups of settings that are saved one by one. Of all other groups a digest is saved."""
 _OF_NO_WHOLE_ROW = ("settings max_length",)
 """Settings that change the size of no row unless rows are truncated: a row that is too long is left out."""
 NUM_NAMED = 8
@@ -76,7 +76,7 @@ def with_cached_validation(rows: Any, args: Any, config: PackingConfig) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Cached:
-    """A cached data set as ms-swift loads it, with the number of each row among all that were written."""
+    """A cached data set as ms-swift loads it, with the number of each row in the column `ROW`."""
 
     rows: HfDataset
     folder: Path
@@ -85,8 +85,8 @@ class _Cached:
 
 
 def _load(args: Any, config: PackingConfig) -> tuple[list[_Cached], list[_Cached]]:
-    """Load both lists in one call, as plain ms-swift does, because it draws `#N` of all from one random stream."""
-    if config.cuts_rows:  # rows that are too long are cut, so none is to be deleted
+    """Load both lists in one call, as plain ms-swift does: it draws the `#N` rows of all from one random stream."""
+    if config.cuts_rows:  # keep ms-swift from deleting long rows, which are cut later
         args = copy.copy(args)
         args.truncation_strategy = None
     found: list[tuple[Path, Sequence[int]]] = []
@@ -99,7 +99,7 @@ def _load(args: Any, config: PackingConfig) -> tuple[list[_Cached], list[_Cached
 
 @contextmanager
 def _noting(found: list[tuple[Path, Sequence[int]]], args: Any) -> Iterator[None]:
-    """Number the rows of every data set that ms-swift reads meanwhile, and note its folder."""
+    """Number the rows of every data set that ms-swift reads inside this block, and append its folder to `found`."""
     read = swift_utils.load_from_disk
 
     def numbered(path: str) -> HfDataset:
@@ -151,7 +151,7 @@ def _source(name: str, one: _Cached) -> RowSource:
 
 
 def settings_of(template: Any, plugins: Sequence[str]) -> dict[str, Any]:
-    """Return what lengths depend on, by name, as JSON holds it."""
+    """Return everything that lengths depend on, by name, as JSON can hold it."""
     parts = dependencies_of(template, plugins)
     named = {f"{group} {name}": value for group in _NAMED for name, value in parts.pop(group).items()}
     digests = {name: digest_of(part, 8) for name, part in parts.items()}
@@ -203,7 +203,7 @@ def _exported_sizes(folder: Path) -> NDArray[np.float64] | None:
 
 
 def compare_lengths(sources: Sequence[RowSource], template: Any, plugins: Sequence[str]) -> None:
-    """Warn of cached lengths that are others than those of this run, by which packs are planned."""
+    """Warn if cached lengths differ from the lengths of this run, with which packs are planned."""
     for source in sources:
         if source.cached_lengths is None or source.sizes is None or source.origin is None or not is_master():
             continue
@@ -222,7 +222,7 @@ def compare_lengths(sources: Sequence[RowSource], template: Any, plugins: Sequen
 
 
 def _as_exported(lengths: NDArray[np.int64], noted: dict[str, Any]) -> NDArray[np.int64]:
-    """Round lengths as the export has rounded them."""
+    """Round lengths as the export did."""
     multiple = noted.get("multiple", 1)
     rounded = rounded_up(lengths.tolist(), multiple, noted.get("max_length")) if multiple > 1 else lengths
     return np.array(rounded, dtype=np.int64)
@@ -242,7 +242,7 @@ def _differences(noted: dict[str, Any], now: dict[str, Any]) -> str:
     'settings that differ: code (1 there, None here), variables MAX_PIXELS (50176 there, None here)'
     """
     if "settings" not in noted:
-        return "which settings differ is not known, because ms-swift's export does not note them"
+        return "which settings differ is not known, because ms-swift's export does not save them"
     names = _differing(noted, now)
     return _in_words(names, noted, now) if names else "no setting that is noted differs"
 

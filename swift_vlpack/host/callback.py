@@ -1,7 +1,7 @@
-"""Act at ms-swift's events: choose and prove the attention before step 1, count each step, report each epoch.
+"""Act on ms-swift's events: choose and prove the attention before step 1, count each step, report each epoch.
 
-The facts that are known before the first step are shown in the log as a summary (`runlog/summary.py`), and kept in the
-run log for `vlpack report` and `vlpack inspect --run`.
+The facts that are known before the first step are logged as a summary (`runlog/summary.py`), and saved in the run log
+for `vlpack report` and `vlpack inspect --run`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from swift_vlpack.runlog.summary import end_text, start_text
 logger = get_logger()
 
 _ROOT_OF_IMAGES = "ROOT_IMAGE_DIR"
-"""The variable by which ms-swift finds images that rows name by relative paths."""
+"""The variable with the folder in which ms-swift looks for images with relative paths."""
 _NOT_KEPT = ("checkpoint", "step", "output_dir", "data")
-"""Facts of the summary that the run log does not keep as they are; of `data` it keeps a part (`_kept`)."""
+"""Facts of the summary that are not copied to the run log. Of `data`, `_kept` copies a part."""
 
 
 class PackingCallback(TrainerCallback):
-    """Registered with ms-swift as `vlpack`; `trainer` is a `PackingTrainer`."""
+    """ms-swift's callback `vlpack`, on a `PackingTrainer`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Choose the attention, and prove isolation on the model as it will train. A failed proof ends the run."""
-        # Before the proof, because the kernel that will train is what is proved.
+        # Choose the kernel first, because the proof has to run with the kernel that trains.
         chosen = choose_for(self.trainer)
         if is_master():
             logger.info(chosen)
@@ -59,7 +59,7 @@ class PackingCallback(TrainerCallback):
             self.trainer.events.begin(state.global_step, self.trainer.checkpoint_resumed, kept)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the packs of this step, which are trained now."""
+        """Count the packs of this step. They count as trained now."""
         self.trainer.count_step()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class PackingCallback(TrainerCallback):
         self.trainer.close_epoch()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note that the run was not interrupted, and log what it trained and where to look."""
+        """Record that the run was not interrupted, and log what it trained and which command reports it."""
         trainer = self.trainer
         trainer.events.end(state.global_step)
         if is_master():
@@ -85,7 +85,7 @@ def show_in_tensorboard(trainer: Any, text: str, step: int) -> None:
     """Add the summary to the text page of TensorBoard, if the run reports to TensorBoard."""
     for callback in trainer.callback_handler.callbacks:
         if (writer := getattr(callback, "tb_writer", None)) is not None:
-            # Indented, because TensorBoard reads Markdown: an indented block keeps its lines.
+            # Indent the text: TensorBoard reads Markdown, which keeps the lines of an indented block.
             writer.add_text("packing", "".join(f"    {line}\n" for line in text.splitlines()), step)
 
 
@@ -93,7 +93,7 @@ def show_in_tensorboard(trainer: Any, text: str, step: int) -> None:
 
 
 def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[str, Any]:
-    """Collect what is known before the first step; `plan` and `data` are None without a plan. First rank only."""
+    """Collect what is known before the first step, on rank 0. `plan` and `data` are None without a plan."""
     feed, args, state = trainer.feed, trainer.args, trainer.state
     plan = feed.epoch_plan
     checkpoint = trainer.checkpoint_resumed
@@ -127,7 +127,7 @@ def _data_facts(plan: EpochPlan, dataset: Any, template: Any) -> dict[str, Any]:
 
 
 def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the facts that the run log keeps for the report."""
+    """Select the facts that the run log saves for the report."""
     data = facts["data"] or {}
     sources = {
         name: {"rows": source["rows"], "ratio": source["asked_ratio"], "asked_share": source["asked_share"]}
@@ -138,7 +138,7 @@ def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts_to_look_back(trainer: Any) -> dict[str, Any]:
-    """Collect what nobody can look up after the run, and what `vlpack inspect --run` needs to build the feed again."""
+    """Collect what `vlpack inspect --run` needs to build the feed again, and what is lost after the run."""
     feed = trainer.feed
     names = {*variables_read_by(type(trainer.template)), _ROOT_OF_IMAGES}
     log = Path(trainer.args.output_dir) / LOG
@@ -146,6 +146,6 @@ def _facts_to_look_back(trainer: Any) -> dict[str, Any]:
         "options": feed.config.changed(),
         "variables": {name: os.environ[name] for name in sorted(names) if name in os.environ},
         "origins": {source.name: source.origin or source.name for source in feed.sources},
-        # ms-swift appends to the log of an earlier run or segment in the same folder.
+        # ms-swift appends to the log of an earlier run in the same folder; this run's lines begin here.
         "log_bytes": log.stat().st_size if log.is_file() else 0,
     }

@@ -1,7 +1,7 @@
-"""Record the files of a checkpoint when it is written, and compare them before anything is loaded from it.
+"""Record sizes and digests of a checkpoint's files when it is written, and compare them before it is loaded.
 
-The ranks share the reading: each distinct file is read by one rank that sees it. So folders that all ranks share, and
-disks that each node has for itself, are the same case.
+The ranks share the reading: each distinct file is read by one of the ranks that see it. So it makes no difference
+whether all ranks share a folder or each node has its own disk.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from swift_vlpack.comm import Comm
 from swift_vlpack.envelope import Named, Whole
 
 Records = Mapping[str, Sequence[Sequence[Any]]]
-"""Path of a file in the checkpoint -> [bytes, digest] of each version of it; nodes may have written different ones."""
+"""Path of a file in the checkpoint -> [bytes, digest] of each version of it. Nodes may write different versions."""
 RECORDS = Named([(Whole(), str)])
 """The shape of records in a saved state."""
 BYTES_OF_PIECE = 64 * 1024**2
-"""Bytes of a piece. The pieces of a file are read in parallel, so that a single large file is no bottleneck."""
+"""Bytes of a piece. Pieces of a file are read in parallel, so that a single large file is no bottleneck."""
 NUM_THREADS = 4
 _PART_OF_DEEPSPEED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 """The name that DeepSpeed gives to the part of the optimizer that a rank saves."""
 _HEADER_OF_SAFETENSORS = 8
-"""Bytes at the start of a safetensors file, which are the length of its header."""
+"""Bytes at the start of a safetensors file that hold the length of its header."""
 
 
 class FileIdentity(NamedTuple):
-    """Tell files apart: ranks that see equal values see the same file, on a disk that they share."""
+    """Facts that tell files apart: ranks with equal values see the same file, on a shared disk."""
 
     size: int
     inode: int
@@ -42,7 +42,7 @@ class FileIdentity(NamedTuple):
 
 
 def recorded(folder: Path, comm: Comm, without: Collection[str] = ()) -> dict[str, list[list[Any]]]:
-    """Return sizes and digests of all files below a folder. All ranks must call it; all get the same result."""
+    """Return sizes and digests of all files below a folder. All ranks must call this and get the same result."""
     everyone = comm.results_of_all(lambda: _seen(folder, without))
     mine = shares(everyone)[comm.rank]
     records: dict[str, list[list[Any]]] = {}
@@ -55,7 +55,7 @@ def recorded(folder: Path, comm: Comm, without: Collection[str] = ()) -> dict[st
 
 
 def damages(folder: Path, records: Records, comm: Comm) -> list[str]:
-    """Describe, with its path, every file that differs from its record. All ranks must call it; all get the same."""
+    """Describe every file that differs from its record. All ranks must call this and get the same result."""
     everyone = comm.results_of_all(lambda: {name: seen for name, seen in _seen(folder).items() if name in records})
     mine = shares(everyone)[comm.rank]
     lost = [f"{folder / name} is missing" for name in records if not any(name in seen for seen in everyone)]
@@ -64,7 +64,7 @@ def damages(folder: Path, records: Records, comm: Comm) -> list[str]:
 
 
 def shares(everyone: Sequence[Mapping[str, FileIdentity]]) -> list[list[str]]:
-    """Share distinct files out to ranks that see them, largest first to the rank with the least to read.
+    """Distribute distinct files among the ranks that see them, largest first, to the rank with the least to read.
 
     >>> disk, other = FileIdentity(10, 1, 1), FileIdentity(10, 1, 2)
     >>> shares([{"model": disk, "rng": FileIdentity(1, 2, 1)}, {"model": disk}, {"model": other}])
@@ -87,7 +87,7 @@ def digest_of_file(path: Path) -> str:
     """Return a digest of 16 hexadecimal digits, made of the CRC-32 of every piece.
 
     CRC-32 finds every flipped bit, and is several times faster than a cryptographic digest. The digest finds damage by
-    disks and copies; it does not protect against a forged checkpoint.
+    disks and copies. It does not protect against a forged checkpoint.
     """
     starts = range(0, path.stat().st_size, BYTES_OF_PIECE)
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -148,9 +148,9 @@ def deepspeed_parts(folder: Path) -> set[int]:
 
 
 def unreadable(folder: Path, without: str = "") -> list[str]:
-    """Describe every file of a checkpoint that is empty, or shorter than its own format says; reads no file whole.
+    """Describe every file of a checkpoint that is empty, or shorter than its own format says.
 
-    Skips files whose names begin with `without`, unless it is empty.
+    Reads only headers, except of JSON files. Skips files whose names begin with `without`, unless that is empty.
     """
     paths = [path for path in sorted(folder.iterdir()) if not (without and path.name.startswith(without))]
     return [said for path in paths if path.is_file() and (said := _defect(path))]
@@ -169,7 +169,7 @@ def _defect(path: Path) -> str | None:
         elif kind == ".safetensors":
             if size != (whole := _size_by_header(path)):
                 return f"{path} is cut off: it has {size:,} bytes, its header says {whole:,}"
-        # An older format of torch is no zip file, and has no end to look for.
+        # torch's older format is no zip file, and nothing marks its end.
         elif _begins_as_zip(path) and not zipfile.is_zipfile(path):
             return f"{path} is cut off: the end of its zip file is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Delete an older checkpoint only when the new one is complete and safe on the disk."""
+"""Delete older checkpoints only when the new one is complete and flushed to the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swift_vlpack.host.state import FILE, StateNotSaved
 
 @contextmanager
 def nothing_deleted(training_args: Any) -> Iterator[None]:
-    """Keep the trainer from deleting checkpoints while it saves, because then the new one is not complete yet."""
+    """Keep the trainer from deleting checkpoints while it saves, because the new one is not complete yet."""
     limit, training_args.save_total_limit = training_args.save_total_limit, None
     try:
         yield
@@ -27,7 +27,7 @@ def nothing_deleted(training_args: Any) -> Iterator[None]:
 
 
 def save_training_args(checkpoint: Path, training_args: Any) -> None:
-    """Save the arguments again, because the trainer saved them while `nothing_deleted` had taken out the limit."""
+    """Save the arguments again: the trainer saved them while `nothing_deleted` had removed the limit."""
     if (checkpoint / TRAINING_ARGS_NAME).exists():
         torch.save(training_args, checkpoint / TRAINING_ARGS_NAME)
 
@@ -38,7 +38,7 @@ def sync(checkpoint: Path) -> None:
         sync_tree(checkpoint)
     except OSError as error:
         raise StateNotSaved(
-            f"{checkpoint} cannot be flushed to the disk: {error}. Mend the output directory and resume from an "
+            f"{checkpoint} cannot be flushed to the disk: {error}. Repair the output directory and resume from an "
             "earlier checkpoint"
         ) from error
 
@@ -49,18 +49,18 @@ def rotate(current: Path, limit: int | None, best: str | None) -> None:
         return
     kept = {current.resolve()} | ({Path(best).resolve()} if best else set())
     found = [path for path in current.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None]
-    # Links are left alone: a user's own name for a folder, which may be elsewhere.
+    # Leave links alone: a user made them, and the folder may be elsewhere.
     found = [path for path in found if path.is_dir() and not path.is_symlink()]
     older = sorted((path for path in found if path.resolve() not in kept), key=_age)
     # The best checkpoint counts in the limit, but with a limit of 1 it is kept beside the present one.
     for checkpoint in older[: max(0, len(found) - max(limit, len(kept)))]:
-        with suppress(OSError):  # the state first, so that a half-deleted checkpoint does not look complete
+        with suppress(OSError):  # delete the state first, so that a half-deleted checkpoint does not look complete
             (checkpoint / FILE).unlink(missing_ok=True)
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _age(checkpoint: Path) -> tuple[bool, float, int]:
-    """Sort incomplete ones first, then by time. Not by step: after a resume, newer checkpoints can have lower steps."""
+    """Return a key that sorts incomplete checkpoints first, then by time: a resume may write lower steps later."""
     return (checkpoint / FILE).is_file(), checkpoint.stat().st_mtime, _step(checkpoint) or 0
 
 

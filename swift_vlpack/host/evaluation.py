@@ -1,12 +1,14 @@
 """Evaluate with the numbers of a run without packing: `eval_loss` is a mean over batches of rows, not over packs.
 
-Rows are not packed by default: they are padded batches, by the template that packs the training rows. Under
-`eval_packing` the trainer's own loop runs twice. First over packs, each of which gives the loss of each of its samples:
+By default, evaluation rows are not packed but padded, by the template that packs the training rows. Under
+`eval_packing` the trainer's own loop runs twice. First it runs over packs, each of which gives the loss of each of its
+samples:
 
     pack of rows 3, 0, 7  ->  {3: (2.5, 10 targets), 0: (0.8, 2 targets), 7: (1.1, 4 targets)}
 
-Then over these losses in the order of the rows, so that batches are formed, shared by ranks and averaged by the code
-that does it without packing. A mean over packs would weigh the samples of a short pack as much as those of a full one.
+Then it runs over these losses in the order of the rows. So the code that forms batches, shares them among ranks and
+averages them is the code of a run without packing. A mean over packs would weigh the samples of a short pack as much as
+those of a full one.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ from swift_vlpack.rows.source import RowSource
 def saved_validation_rows(pipeline: Any, rows: Any) -> Any:
     """Write the validation rows to `val_dataset.jsonl`, and drop the rows that ms-swift would drop without packing.
 
-    ms-swift encodes the rows of text models before training, and deletes those that fail or are too long. Rows with
-    images are encoded when they are evaluated.
+    For text models, ms-swift encodes rows before training, and deletes those that fail or are too long. For multimodal
+    models, it encodes rows when they are evaluated.
     """
     if pipeline.args.streaming or pipeline.args.model_meta.is_multimodal:
         pipeline._save_val_dataset(rows)
@@ -69,7 +71,7 @@ def evaluation_data(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
 
 
 def _without_loss_of_rows(config: PackingConfig) -> PackingConfig:
-    """Return options by which every row stays, and stays whole, because an evaluation averages over all rows."""
+    """Return options that keep every row, and keep it whole, because an evaluation averages over all rows."""
     return dataclasses.replace(
         config,
         packing_batch=PACKS,  # an evaluation has no steps
@@ -82,13 +84,13 @@ def _without_loss_of_rows(config: PackingConfig) -> PackingConfig:
 
 
 class EvaluatesRows(Seq2SeqTrainer):
-    """The part of the trainer that evaluates: padded batches of rows, or packs with the numbers of batches of rows."""
+    """The part of the trainer that evaluates padded batches of rows, or packs with the numbers of such batches."""
 
     is_evaluating = False
     _pack_evaluated: PackRecord | None = None
-    """The pack in the model, while packs are evaluated."""
+    """The record of the pack that is evaluated now."""
     _losses_evaluated: dict[int, SampleLoss]
-    """By number of the row; filled while packs are evaluated."""
+    """Losses by number of the row, filled while packs are evaluated."""
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows. Packs are loaded one at a time, and none is dropped."""
@@ -101,7 +103,7 @@ class EvaluatesRows(Seq2SeqTrainer):
             self.args.dataloader_drop_last = drop_last
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate batches of rows. Packs give the losses of their rows first, and these form the batches."""
+        """Evaluate batches of rows. For packs, compute the losses of their rows first, and form batches of these."""
         if not isinstance(dataloader.dataset, Packs):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._losses_evaluated = {}
@@ -109,7 +111,7 @@ class EvaluatesRows(Seq2SeqTrainer):
         super().evaluation_loop(dataloader, *args, **kwargs)
         self.gather_function = gather  # the loop clears it at its end
         rows: Any = LossesOfRows(gathered(self._losses_evaluated, "the losses of an evaluation"))
-        # The trainer now distributes, repeats and cuts off batches exactly as it does for rows without packing.
+        # From here the trainer distributes, repeats and truncates batches exactly as it does for rows without packing.
         batches: Any = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
         return super().evaluation_loop(self.accelerator.prepare(batches), *args, **kwargs)
 
@@ -118,7 +120,7 @@ class EvaluatesRows(Seq2SeqTrainer):
         if set(inputs) == set(SampleLoss._fields):
             return self._loss_of_batch(**inputs), None, None
         record = self._pack_evaluated = getattr(inputs, "record", None)
-        if record is not None:  # nothing predicts the first token of a sample, even if the template labels it
+        if record is not None:  # do not evaluate the first token of a sample, even if the template gives it a label
             inputs["labels"][:, record.boundaries.cu_seqlens[:-1]] = NO_LABEL
         self.is_evaluating = True
         try:
@@ -134,24 +136,24 @@ class EvaluatesRows(Seq2SeqTrainer):
         if self._pack_evaluated is not None:
             return self._losses_of_samples(self._pack_evaluated, model, inputs, return_outputs)
         if self.is_evaluating and is_mean(self):
-            num_items_in_batch = None  # else ms-swift would multiply this rank's mean by the number of ranks
-        if self.label_smoother is not None:  # ms-swift does not pass it the number
+            num_items_in_batch = None  # otherwise ms-swift multiplies this rank's mean by the number of ranks
+        if self.label_smoother is not None:  # ms-swift does not pass the number of items to a label smoother
             self.label_smoother.num_items = num_items_in_batch
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
         """Let ms-swift drop logits without a target, but not those of a pack if one process has several GPUs.
 
-        There ms-swift keeps the last logits of the sequence, which begin in the middle of some sample.
+        In that case ms-swift keeps the last logits of the sequence, which may begin in the middle of a sample.
         """
         if self._pack_evaluated is None or not is_mp():
             super().prepare_logits_to_keep(inputs)
 
     def _losses_of_samples(self, record: PackRecord, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Note the loss of every sample of a pack. ms-swift's own code computes the loss of each token."""
+        """Store the loss of every sample of a pack. ms-swift's own code computes the loss of each token."""
         losses = LossPerSample(record.lengths, loss_of_sample(self), inputs.get("logits_to_keep"))
         scale = inputs.get("loss_scale")
-        if scale is None:  # given weights, ms-swift computes a loss per token; otherwise the model takes the mean
+        if scale is None:  # with weights, ms-swift computes a loss for each token; without, the model takes the mean
             scale = torch.ones_like(inputs["labels"], dtype=torch.float32)
         inputs = {**inputs, "loss_scale": scale, "compute_loss_func": losses}
         inputs.pop("skip_logits", None)
@@ -173,14 +175,14 @@ class SampleLoss(NamedTuple):
 
     total: float
     num_tokens: int
-    """Number of tokens that are predicted: the targets."""
+    """Number of targets: tokens that are predicted."""
 
 
 class LossPerSample:
-    """A loss function for a trainer that also notes the loss of every sample in a packed sequence."""
+    """A loss function for a trainer that also stores the loss of every sample in a packed sequence."""
 
     def __init__(self, lengths: Sequence[int], of_sample: LossOfSample, kept: torch.Tensor | None = None) -> None:
-        """Compute losses of samples of these lengths; `kept` marks the tokens that have logits (None: all)."""
+        """Prepare for samples of these lengths. `kept` marks the tokens that have logits; None means all tokens."""
         self.of_sample = of_sample
         self.samples: list[SampleLoss] = []
         ends = torch.tensor([0, *accumulate(lengths)])
@@ -191,7 +193,7 @@ class LossPerSample:
     def __call__(
         self, outputs: Any, labels: torch.Tensor, *, loss_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Note the loss of each sample; return the mean over the targets of the sequence."""
+        """Store the loss of each sample. Returns the mean over the targets of the sequence."""
         totals, counts = [], []
         for of_one, of_labels, scale in self._apart(outputs, labels, loss_scale):
             counts.append(num_targets(of_labels))
@@ -209,7 +211,7 @@ class LossPerSample:
     ) -> Iterator[tuple[CausalLMOutput, torch.Tensor, torch.Tensor | None]]:
         """Yield outputs, labels and weights of each sample, as they would be in an un-packed batch of one."""
         for start, stop in pairwise(self._ends.tolist()):
-            # With `kept`, the label of a sample's last target stands one position after its last kept logit.
+            # With `kept`, the label of a sample's last target is one position after its last kept logit.
             tokens = slice(start, stop + self._num_after)
             of_labels = labels[:, tokens].clone()
             of_labels[:, :1] = NO_LABEL
@@ -219,7 +221,7 @@ class LossPerSample:
 
 
 class LossesOfRows(list[Any]):
-    """The losses of a packed evaluation in the order of the rows, one for each row, to be batched as rows are."""
+    """The losses of a packed evaluation, one for each row in the order of the rows, to be batched like rows."""
 
     def __init__(self, losses_of_ranks: Sequence[dict[int, SampleLoss]]) -> None:
         of_rows = {row: loss for of_rank in losses_of_ranks for row, loss in of_rank.items()}

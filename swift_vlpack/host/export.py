@@ -1,12 +1,12 @@
-"""Export a cached data set with lengths from image headers: what `swift export --to_cached_dataset true` writes.
+"""Export a cached data set like `swift export --to_cached_dataset true`, but with lengths from image headers.
 
 ms-swift's own pipeline runs, from its arguments to its files. Only two of its steps are replaced:
 
-    _get_dataset       loads the same rows in the same order, and keeps where each of them comes from
-    _encode_dataset    measures them (`length_pass.py`), and lets ms-swift write `lengths` beside each row
+    _get_dataset       loads the same rows in the same order, and keeps the source and number of each row
+    _encode_dataset    measures the rows (`length_pass.py`), and lets ms-swift write a column `lengths`
 
-Rows, columns and lengths are those of ms-swift's export. A row with a good header and broken pixels is in it, too,
-unless all pixels are to be decoded (`check_pixels`); the report says how many images were not.
+Rows, columns and lengths are those of ms-swift's export, with one exception: a row with a good header and broken pixels
+is exported too, unless all pixels are decoded (`check_pixels`). The report says how many images were not decoded.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from swift_vlpack.words import by_reason, counted
 logger = get_logger()
 
 LENGTHS = "vlpack_lengths"
-"""The column by which lengths travel to ms-swift's preprocessor."""
+"""The column that passes lengths to ms-swift's preprocessor."""
 INDEX = "packed"
-"""The folder of the index of packs."""
+"""Folder of the index of packs."""
 _OF_TRAINING = ("packing", "packing_length", "packing_strategy", "packing_num_proc", "padding_free", "lazy_tokenize")
-"""Fields of ms-swift's export that a training file may set and that an export does not take."""
+"""Fields of ms-swift's export arguments that a training file may set, and that are ignored in an export."""
 _BATCH_OF_MEDIA, _BATCH_OF_TEXTS = 100, 1000
-"""Rows of a batch in ms-swift's export. Types of columns follow from the first batch, so these are the same."""
+"""Rows of a batch, equal to those of ms-swift's export, because the first batch decides the types of columns."""
 _OF_PRETRAINING = ("--use_chat_template", "false", "--loss_scale", "all")
 """The defaults of `swift pt`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """How to export, beside ms-swift's own flags."""
+    """Options of an export in addition to ms-swift's flags."""
 
     mode: str = "train"
     """`--template_mode` of ms-swift's export."""
@@ -88,7 +88,7 @@ class ExportedPart:
     num_images: int = 0
     num_images_not_decoded: int = 0
     num_rows_not_rounded: int = 0
-    """Rows with a sequence whose rounded length would be above `--max_length`, so that it stays there."""
+    """Rows with a length that would exceed `--max_length` if it was rounded up, and so becomes `--max_length`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers by name."""
@@ -103,7 +103,7 @@ class HeaderExport(ExportCachedDataset):
     def __init__(self, flags: Sequence[str], options: ExportOptions) -> None:
         self._options = options
         self.parts: dict[str, ExportedPart] = {}
-        """By name of the folder: `train`, `val`."""
+        """Counts by folder: `train`, `val`."""
         self.left_out: list[dict[str, Any]] = []
         self.sizes: dict[str, NDArray[np.float64]] = {}
         """By name of the folder, (5, num_rows): the fields of `RowSize` of every exported row, and its aspect."""
@@ -118,7 +118,7 @@ class HeaderExport(ExportCachedDataset):
         return [None if drawn is None else drawn.rows for drawn in self._drawn]
 
     def _encode_dataset(self, train_dataset: Any, val_dataset: Any, pre_process: bool = True) -> list[Any]:
-        if self.args.truncation_strategy == "split":  # rows become tokens, which headers do not give
+        if self.args.truncation_strategy == "split":  # exports tokens in place of rows, so rows have to be encoded
             self._refuse_what_needs_lengths()
             return super()._encode_dataset(train_dataset, val_dataset, pre_process)
         self._save_val_dataset(val_dataset)
@@ -133,7 +133,7 @@ class HeaderExport(ExportCachedDataset):
             )
 
     def _measured(self, name: str, drawn: DrawnRows) -> Any:
-        """Measure rows, and return those that can be encoded with their lengths; None if there are none."""
+        """Measure rows. Returns those that can be encoded, with their lengths; None if there are none."""
         args, options = self.args, self._options
         is_text = self.template.mode == "train" and self.template.task_type == "causal_lm"
         encoder = SequencesEncoder(self.template, Targets() if is_text else None)  # targets as packing masks them
@@ -178,7 +178,7 @@ def _in_order(sources: Sequence[RowSource], num_rows: int) -> tuple[list[list[in
 
 
 def _rounded(lengths: Sequence[list[int]], multiple: int, most: int | None) -> tuple[list[list[int]], int]:
-    """Round lengths up, but none above `most`. Returns them, and how many rows have one that stays there."""
+    """Round lengths up, but none above `most`. Returns (lengths, number of rows with a length kept at `most`)."""
     rounded = [rounded_up(of_row, multiple, most) for of_row in lengths]
     return rounded, sum(any(length % multiple for length in of_row) for of_row in rounded)
 
@@ -193,7 +193,7 @@ def _warn_of_length(name: str, num_rows: int, max_length: int | None) -> None:
 
 
 class _WithLengths(RowPreprocessor):
-    """Gives rows their `lengths`, and leaves out rows without any, as ms-swift's own preprocessor does."""
+    """Give rows their `lengths`, and leave out rows without lengths, as ms-swift's own preprocessor does."""
 
     def preprocess(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """Return a row as ms-swift's export has it."""
@@ -262,7 +262,7 @@ def _write_index(pipeline: HeaderExport, folder: Path, options: ExportOptions) -
 
 
 def of_export(flags: Sequence[str]) -> list[str]:
-    """Leave out the flags that only training has, so that a training file says what to export.
+    """Remove the flags that only training has, so that a training file can be used for an export.
 
     >>> of_export(["--model", "m", "--learning_rate", "1e-4", "--packing", "true", "--max_length", "64"])
     ['--model', 'm', '--max_length', '64']

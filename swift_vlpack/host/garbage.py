@@ -1,7 +1,7 @@
-"""Let garbage collection pass over what lives as long as the process: 600,000 objects of the libraries it imports.
+"""Exclude from garbage collection what lives as long as the process: 600,000 objects of imported libraries.
 
-A full collection looks at every object and writes to it. That takes 0.3 s, four times before the first step, and costs
-memory too: processes share theirs after a fork until one of them writes to it, and the objects of a run take 170 MB.
+A full collection looks at every object and writes to it. That takes 0.3 s, four times before the first step. It also
+costs memory: forked processes share memory until one of them writes to it, and the objects of a run take 170 MB.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 
 def pass_over_imports() -> None:
-    """Let no collection look at what exists now, if this process was started to train and nothing else.
+    """Exclude all objects that exist now, if this process was started only to train.
 
-    Only then: in a notebook there may be a model that nobody needs any more and only a collection frees.
+    In a notebook, these objects may include a model that is no longer needed, which only a collection would free.
     """
     file = getattr(sys.modules["__main__"], "__file__", None) or ""
     if Path(file).parts[-3:-1] == ("swift", "cli"):
         gc.freeze()
-        # Else torch's bindings print these objects as leaked when the process ends.
+        # Otherwise torch's bindings report these objects as leaked when the process ends.
         atexit.register(gc.unfreeze)
 
 
 @contextmanager
 def shared_with_forks() -> Iterator[None]:
-    """Let no collection in a process that is forked here look at what it shares with this one; this one may look."""
+    """Exclude all present objects from collections in processes that are forked inside this block."""
     if gc.get_freeze_count():
         yield
         return
@@ -41,7 +41,7 @@ def shared_with_forks() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Give the system what was freed, where the C library can: of the proof it keeps 100 MB, in the first step too."""
+    """Return freed memory to the system, if the C library can: otherwise 100 MB of the proof stay through step 1."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc
         trim(0)

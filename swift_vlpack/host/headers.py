@@ -1,8 +1,8 @@
-"""Encode rows without decoding images: ms-swift's own `template.encode`, with images that have a size but no pixels.
+"""Encode rows without decoding images, by ms-swift's own `template.encode`: images have a size but no pixels.
 
 The same code runs as in training (chat template, system prompt, tools, truncation, pixel limits, resizing), on a copy
-of the template (`pixel_free`). Its image loader reads headers (`HeaderImage`), and its image processor works on tensors
-without memory (`_GridProcessor`).
+of the template (`pixel_free`). The copy's image loader reads headers (`HeaderImage`), and its image processor works on
+tensors without memory (`_GridProcessor`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from swift_vlpack.rows.media import url_of
 from swift_vlpack.rows.patches import without_frames
 from swift_vlpack.rows.urls import Urls
 
-_SHORT, _NUM_KNOWN = 64, 100_000  # texts of so many characters come again: keep the tokens of that many texts
+_SHORT, _NUM_KNOWN = 64, 100_000
+"""Most characters of a text whose tokens are kept, because short texts come again; and most texts to keep."""
 
 
 class NoPixels(RuntimeError):
-    """Raised if a template needs pixels to know a length; the row is encoded in full then."""
+    """A template needs pixels to know a length. The row is then encoded in full."""
 
 
 class HeaderImage(Image.Image):
-    """An image of which only the header is known. What the header does not tell raises `NoPixels`.
+    """An image of which only the header is known. Whatever needs more than the header raises `NoPixels`.
 
-    That is every attribute of Pillow's image that is neither defined here nor in `_OF_SIZE_AND_MODE`, those of future
-    versions included, so that no template works on pixels that are not there.
+    Every attribute of Pillow's image that is neither defined here nor in `_OF_SIZE_AND_MODE` raises, also one that a
+    future version adds. So no template can work on pixels that are not there.
     """
 
     def __init__(  # does not call Pillow's, which would set attributes that are refused here
         self, size: tuple[int, int], mode: str = "RGB", opened: Image.Image | None = None, *, is_made: bool = False
     ) -> None:
-        """`opened` is the image of the file; `is_made` means that this one was converted or resized from it."""
+        """Keep the facts of a header. `opened` is Pillow's image; `is_made` means converted or resized from it."""
         self._size = size
         self._mode = mode
         self._opened = opened
@@ -57,7 +58,7 @@ class HeaderImage(Image.Image):
 
     @property
     def opened(self) -> Image.Image | None:
-        """Return Pillow's image of the file, which is not to be decoded."""
+        """Return Pillow's image of the file, which must not be decoded."""
         return self._opened
 
     @property
@@ -72,7 +73,7 @@ class HeaderImage(Image.Image):
 
     @property
     def info(self) -> dict[Any, Any]:  # type: ignore[override]
-        """Return the metadata of the header; refused if decoding would change it."""
+        """Return the metadata of the header. Raises `NoPixels` if decoding would change it."""
         if self._info is None:
             self._info = self._found_info()
         return self._info
@@ -87,7 +88,7 @@ class HeaderImage(Image.Image):
         return dict(self._opened.info)
 
     def getexif(self) -> Image.Exif:
-        """Return EXIF data; refused if the header does not have all of it."""
+        """Return EXIF data. Raises `NoPixels` if the header does not have all of it."""
         if self._is_made or self._opened is None:
             plain = Image.Image()
             plain.info = self.info
@@ -95,7 +96,7 @@ class HeaderImage(Image.Image):
         try:
             return self._opened.getexif()
         except Exception as error:  # the file is closed, or has its EXIF data after the pixels
-            raise NoPixels(f"EXIF data of a {self.format} image is not to be had without decoding it") from error
+            raise NoPixels(f"EXIF data of a {self.format} image cannot be read without decoding it") from error
 
     def copy(self) -> HeaderImage:
         """Return an image of equal size and mode."""
@@ -122,7 +123,7 @@ class HeaderImage(Image.Image):
     __hash__ = None  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse attributes that only the opened image has, such as `n_frames`; raise `AttributeError` for others."""
+        """Raise `NoPixels` for attributes that only the opened image has (`n_frames`), else `AttributeError`."""
         opened = None if self.__dict__.get("_is_made") else self.__dict__.get("_opened")
         if name in vars(Image.Image()) or name in getattr(opened, "__dict__", ()) or hasattr(type(opened), name):
             _refuse(name)
@@ -134,7 +135,7 @@ def _refuse(name: str, why: str = "") -> NoReturn:
 
 
 def _refusing(name: str, found: Any) -> Any:
-    """Make what stands in for an attribute of Pillow's image. A method refuses only if called, so `hasattr` works."""
+    """Make a replacement for an attribute of Pillow's image. A method raises only if called, so `hasattr` works."""
     if name.startswith("__") or not callable(found):
         return property(lambda self: _refuse(name))
     return lambda self, *args, **options: _refuse(name)
@@ -157,11 +158,11 @@ for _name, _found in vars(Image.Image).items():
 
 
 class _GridProcessor:
-    """Stands in for the image processor, and returns grids without pixels.
+    """Take the place of the image processor, and return grids without pixels.
 
     If the template has resized the images already, the grid follows from their size. Otherwise the real processor gets
     tensors without memory (device `meta`), on which torch computes shapes only. A processor that works on arrays cannot
-    take these and raises an error.
+    take such tensors and raises an error.
     """
 
     def __init__(self, real: Any) -> None:
@@ -183,7 +184,9 @@ class _GridProcessor:
         patch = self._real.patch_size
         unit = patch * self._real.merge_size
         if uneven := [image.size for image in images if image.width % unit or image.height % unit]:
-            raise RuntimeError(f"size {uneven[0]} is no multiple of {unit}: no tag in the text belongs to this image")
+            raise RuntimeError(
+                f"size {uneven[0]} is not a multiple of {unit}: no tag in the text belongs to this image"
+            )
         grids = [(1, image.height // patch, image.width // patch) for image in images]
         return {"image_grid_thw": np.array(grids)}
 
@@ -194,9 +197,9 @@ def pixel_free(template: Any, urls: Urls | None = None) -> Any:
     seen: list[HeaderImage] = []
     load = _loader_of(template)
     own._load_image = partial(_noted, seen, load if load is not _header_of else partial(_header_from, urls or Urls()))
-    # An attribute of the copy, because training goes on with the class as it is.
+    # Set an attribute of the copy and not of the class, which training uses.
     own.encode = partial(_encode, own, seen)
-    own.create_mm_token_type_ids = lambda *_: None  # one value for each token, and no size depends on them
+    own.create_mm_token_type_ids = lambda *_: None  # skip these ids: no size depends on them
     return own
 
 
@@ -241,9 +244,9 @@ def _encode(template: Any, seen: list[HeaderImage], row: dict[str, Any], **optio
 
 
 def reading_urls(template: Any, urls: Urls) -> Any:
-    """Return a copy of the template that fetches images by `urls`.
+    """Return a copy of the template that fetches images with `urls`.
 
-    If somebody has replaced ms-swift's way to load images, the template is returned as it is.
+    If a plugin has replaced ms-swift's way to load images, the template is returned unchanged.
     """
     if _loader_of(template) is not _header_of:
         return template
@@ -270,7 +273,7 @@ def _noted(seen: list[HeaderImage], load: Callable[[Any, bool], Any], image: Any
 
 
 def _kind(image: HeaderImage) -> str:
-    """Return format and mode of the file, and the classes of size and aspect, which are powers of two."""
+    """Return the kind of an image: format and mode of its file, and the powers of two of its size and aspect."""
     width, height = image.size
     opened = image.opened if image.opened is not None else image
     aspect = max(width, height) // max(1, min(width, height))
@@ -278,7 +281,7 @@ def _kind(image: HeaderImage) -> str:
 
 
 class _Row(dict[str, Any]):
-    """A row that is quick to copy; `Template.encode` begins with a copy."""
+    """A row that is quick to copy, because `Template.encode` begins with a deep copy."""
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
         copied: dict[str, Any] = _copied(dict(self))
@@ -296,14 +299,14 @@ def _special_tokens() -> re.Pattern[str]:
 
 
 class _Tokenizer:
-    """`Template._tokenize`, without its detours, which take longer than the tokenizer itself.
+    """Do what `Template._tokenize` does, by the tokenizer's backend: the way there takes longer than tokenizing.
 
     Keeps the tokens of short texts, such as roles and separators, which come again in every row.
     """
 
     def __init__(self, template: Any) -> None:
         self._full = template._tokenize
-        self._full("a")  # a tokenizer hands its settings to its backend at the first call
+        self._full("a")  # at its first call, a tokenizer passes its settings to its backend
         self._backend = getattr(template.tokenizer, "backend_tokenizer", None)
         self._known: dict[str, list[int]] = {}
 
@@ -311,7 +314,7 @@ class _Tokenizer:
         if self._backend is None or kwargs or not isinstance(context, str):
             return self._full(context, **kwargs)
         if context in self._known:
-            # A copy, because the caller may append to it.
+            # Copy the list, because the caller may append to it.
             return list(self._known[context])
         tokens: list[int] = self._backend.encode(context, add_special_tokens=False).ids
         if len(context) <= _SHORT and len(self._known) < _NUM_KNOWN:
@@ -329,7 +332,7 @@ def _split_special_tokens(pattern: re.Pattern[str], contexts: list[Any], scales:
 def _loader_of(template: Any) -> Callable[[Any, bool], Any]:
     """Return a function that loads an image without pixels.
 
-    If somebody has replaced ms-swift's way to load images, theirs is called, whatever it decodes.
+    If a plugin has replaced ms-swift's way to load images, the plugin's function is called, even if it decodes.
     """
     ours = (
         (template._load_image, template_base),
@@ -353,20 +356,20 @@ def _header_of_loaded(load: Callable[[Any, bool], Any], image: Any, load_images:
 
 
 def _header_of(image: Any, load_images: bool) -> Any:
-    """Load the header of what `Template._load_image` loads. Neither applies EXIF orientation."""
+    """Load only the header of the image that `Template._load_image` would load. Neither applies EXIF orientation."""
     if not load_images:
         return Template._load_image(image, load_images)
     if isinstance(image, dict) and "bytes" in image:
         image = image["bytes"] or image["path"]
     if isinstance(image, str) and not image.startswith("http"):
         path = vision_utils._check_path(image.strip())
-        # An open file and not its path, because Pillow tries formats by the suffix of a path first.
+        # Pass an open file and not its path, because Pillow tries the format of a path's suffix first.
         image = open(path, "rb") if path and os.path.exists(path) else vision_utils.load_file(image)  # noqa: SIM115
     else:
         image = vision_utils.load_file(image)
     if not isinstance(image, Image.Image):
         with image, Image.open(image) as image:
-            # The file is closed after this; a template that asks for pixels gets an error that says why.
+            # The file is closed after this block, so a template that asks for pixels gets an error that says why.
             image.load = _refuse_to_decode
     header = HeaderImage.of(image)
     return header if header.mode == "RGB" else header.convert("RGB")

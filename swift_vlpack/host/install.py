@@ -1,9 +1,9 @@
 """Hook packing into ms-swift in two stages, so that nothing changes for a run that does not pack.
 
 1. `install()` runs when `--external_plugins` loads the plugin. It registers the attention function and wraps two
-   methods of ms-swift's arguments: where options are settled, and where ms-swift checks `--packing`.
-2. `activate()` runs when that check meets `--packing true` of `swift sft` or `swift pt`. It puts in the trainer, the
-   callback and the preparation of data.
+methods of ms-swift's arguments: the first one that runs after plugins are loaded, and the check of `--packing`. 2.
+`activate()` runs when that check finds `--packing true` of `swift sft` or `swift pt`. It replaces the trainer and the
+preparation of data, and registers the callback.
 
 Every name that is replaced or called is listed in `host/seam.py`, and looked up before anything is changed.
 """
@@ -26,7 +26,7 @@ TRAINER = "swift_vlpack.host.trainer.PackingTrainer"
 
 def install() -> None:
     """Let `swift sft` and `swift pt` with `--packing true` pack with this package. Calling it again changes nothing."""
-    # A dataloader worker that replays the plugin reads no arguments and trains nothing: so nothing is loaded for it.
+    # Do nothing in a dataloader worker that replays the plugin: it reads no arguments and trains nothing.
     if multiprocessing.parent_process() is not None and "swift.arguments" not in sys.modules:
         return
     join_log()
@@ -59,7 +59,7 @@ def install() -> None:
     prepare_model_kwargs = SftArguments._init_model_kwargs
 
     @functools.wraps(prepare_model_kwargs)
-    def _init_model_kwargs(self: Any) -> None:  # the first method that ms-swift calls after it has loaded the plugins
+    def _init_model_kwargs(self: Any) -> None:  # ms-swift calls this method first after it has loaded the plugins
         from swift_vlpack.host.args import OURS, settle_options
 
         if type(self) in OURS:
@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def activate() -> None:
-    """Put the trainer, the callback and the data set of packing in place."""
+    """Put the trainer, the callback and the data preparation of packing in place."""
     from swift.callbacks import callbacks_map
     from swift.pipelines.train.pretrain import SwiftPretrain
     from swift.pipelines.train.sft import SwiftSft
@@ -114,7 +114,7 @@ def activate() -> None:
 
 
 def _let_families_through() -> None:
-    """Decide by our own rule which templates can be packed, before ms-swift decides by its own."""
+    """Decide by `let_through` which templates can be packed, before ms-swift decides by its own rule."""
     from swift.arguments import SftArguments
 
     get_template = SftArguments.get_template
@@ -133,7 +133,7 @@ def _let_families_through() -> None:
 
 
 def _save_portable_args() -> None:
-    """Leave what only this package has out of args.json, which `swift infer` and `swift export` read."""
+    """Save args.json without the names of this package, because `swift infer` and `swift export` read it."""
     from swift.arguments import SftArguments
 
     save = SftArguments.save_args
@@ -156,7 +156,7 @@ def deactivate() -> None:
 
 @functools.cache
 def _original_trainer() -> str:
-    """Return the trainer that the registry held before us; remembered on the first call."""
+    """Return the trainer that the registry had before `activate`; the first call remembers it."""
     from swift.trainers import TrainerFactory
 
     name: str = TrainerFactory.TRAINER_MAPPING["causal_lm"]

@@ -1,8 +1,8 @@
 """Work out the training run that a command line names: a training file, flags and environment variables.
 
-`vlpack sft` takes the file of `swift sft`, with the packing options as more keys and flags. These are taken out,
-checked, and travel as `VLPACK_*` variables, which every rank that torchrun starts inherits. All else goes to ms-swift
-unchanged:
+`vlpack sft` takes the training file of `swift sft`, with the packing options as additional keys and flags. These are
+taken out, checked, and passed on as `VLPACK_*` variables, which every rank that torchrun starts inherits. Everything
+else goes to ms-swift unchanged:
 
 >>> launch = train_launch(["--model", "m", "--packing_strategy", "exact"], {"MAX_PIXELS": "50176"})
 >>> launch.flags[:2], launch.flags[-2:]
@@ -43,17 +43,17 @@ from swift_vlpack.yaml_files import read_yaml
 logger = logging.getLogger(__name__)
 
 SWIFT_COMMANDS = ("sft", "pt")
-"""ms-swift's commands that are packed, by their names."""
+"""ms-swift's commands that this package packs."""
 FLAGS_OF_SWIFT = ("packing", "packing_length")
-"""Options that are flags of ms-swift as well and go to it as they are."""
+"""Options that are also flags of ms-swift, and are passed to it unchanged."""
 CONFIG_FILE = "SWIFT_CONFIG_FILE"
-"""ms-swift's variable of the training file, which it copies beside the checkpoints."""
+"""ms-swift's variable with the path of the training file, which it copies next to the checkpoints."""
 _OF_TORCHRUN = ("NPROC_PER_NODE", "MASTER_PORT", "NNODES", "NODE_RANK", "MASTER_ADDR")
 _OF_A_RANK = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
     *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
-"""Variables that a launcher sets for each rank; a command about a run is one process, whoever starts it."""
+"""Variables that a launcher sets for each rank. A command about a run drops them, because it is one process."""
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -63,19 +63,19 @@ class TrainLaunch:
 
     command: list[str]
     flags: list[str]
-    """ms-swift's, at the end of `command`."""
+    """ms-swift's flags, which are the end of `command`."""
     environ: dict[str, str]
     config: PackingConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RunLaunch:
-    """The same run in one process, for a command about it."""
+    """A training run as a command about it needs it, in one process."""
 
     command: str
     """`sft` or `pt`."""
     flags: list[str]
-    """ms-swift's."""
+    """ms-swift's flags."""
     environ: dict[str, str]
     config: PackingConfig
     num_ranks: int
@@ -83,9 +83,9 @@ class RunLaunch:
 
 
 def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: str = "sft") -> TrainLaunch:
-    """Build the process that `swift sft` or `swift pt` would start and wait for.
+    """Describe the process that `swift sft` or `swift pt` would start and wait for.
 
-    `vlpack sft` replaces itself by it, so signals reach the training process itself, or torchrun.
+    `vlpack sft` replaces itself by this process, so that signals reach the training process itself, or torchrun.
     """
     flags, variables, config = _read_run(argv, environ)
     script = str(source_file("swift", "cli", command))
@@ -132,19 +132,19 @@ def _num_ranks(environ: Mapping[str, str]) -> int:
     counts = [environ.get(name, "1") for name in ("NPROC_PER_NODE", "NNODES")]
     if not all(count.isdecimal() for count in counts):
         raise ConfigError(
-            f"NPROC_PER_NODE={counts[0]} and NNODES={counts[1]} are no numbers of ranks; give --num_ranks"
+            f"NPROC_PER_NODE={counts[0]} and NNODES={counts[1]} have to be numbers; correct them, or give --num_ranks"
         )
     return int(counts[0]) * int(counts[1])
 
 
 def _gpus_of_a_rank(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Choose the first GPU if every rank has its own; a run of one process keeps all that it sees."""
+    """Return the variable that leaves only the first GPU visible. A run of one process keeps all its GPUs."""
     return {} if num_ranks == 1 else {_GPUS: environ.get(_GPUS, "0").partition(",")[0]}
 
 
 def check_launch(launch: TrainLaunch | RunLaunch) -> None:
-    """Refuse a run that cannot work, before anything heavy is imported, loaded or downloaded."""
-    if ignores_errors(launch.flags) or not flag_names():  # the source of this ms-swift cannot be read
+    """Raise for a run that cannot work, before anything heavy is imported, loaded or downloaded."""
+    if ignores_errors(launch.flags) or not flag_names():  # no flag names: this ms-swift's source cannot be read
         return
     options = given_options(launch.flags)
     plugins = [path for name in PLUGINS for path in options.get(name, ())]
@@ -159,19 +159,19 @@ def plugin_path() -> Path:
 
 
 def is_our_plugin(path: str) -> bool:
-    """Tell whether the file is this package's plugin. The content decides, so copies and other checkouts count too."""
+    """Tell whether a file is this package's plugin, or a copy: the content is compared."""
     file = Path(path)
     return file.is_file() and file.read_bytes() == plugin_path().read_bytes()
 
 
 def _read_run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str], PackingConfig]:
-    """Return ms-swift's flags, the environment with the packing options in it, and the checked packing options.
+    """Return (ms-swift's flags, the environment with the packing options in it, the checked packing options).
 
-    Idempotent, because `in_run` runs the same command line again in the environment that this returns.
+    Idempotent, because `in_run` executes the same command line again in the environment that this returns.
     """
     flags, rest = split_flags(argv)
     path = rest.pop(0) if rest and rest[0].endswith(OF_TRAINING) else None
-    if rest and not rest[0].startswith("--"):  # it would be appended to the last list of the file
+    if rest and not rest[0].startswith("--"):  # ms-swift would append the word to the last list of the file
         raise ConfigError(loose_word(rest[0]))
     content = {} if path is None else _read_file(path)
     variables = {**_variables(content.pop("ENV", None), path, environ), **environ}
@@ -186,7 +186,7 @@ def _read_run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str
     config = checked(_without_late_strategy(options, variables, environ, has_plugins))
     own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items() if name not in FLAGS_OF_SWIFT}
 
-    given = {**keys, **flags, "packing": options["packing"]}  # a length in the environment stays there
+    given = {**keys, **flags, "packing": options["packing"]}  # a packing_length from the environment stays there
     of_swift = [part for name in FLAGS_OF_SWIFT if name in given for part in (f"--{name}", _text(given[name]))]
     return [*_with_plugin([*as_flags(content), *rest]), *of_swift], {**variables, **own}, config
 
@@ -199,7 +199,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _variables(block: Any, path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the `ENV` block. As for ms-swift, a variable that is set outside wins over it."""
+    """Return the variables of the `ENV` block. As in ms-swift, a variable that is set outside wins over the block."""
     if not isinstance(block or {}, dict):
         raise ConfigError(f"{path}: ENV must be a mapping of variables, got {block!r}")
     variables = {str(name): str(value) for name, value in (block or {}).items()}
@@ -214,7 +214,7 @@ def _variables(block: Any, path: str | None, environ: Mapping[str, str]) -> dict
 def _without_late_strategy(
     options: Mapping[str, Any], variables: Mapping[str, str], environ: Mapping[str, str], has_plugins: bool
 ) -> dict[str, Any]:
-    """Leave out a strategy that only training can find: one in a plugin, or on a `PYTHONPATH` of the `ENV` block."""
+    """Leave out a strategy that cannot be checked here: one of a plugin, or on a `PYTHONPATH` of the `ENV` block."""
     name = str(options.get("packing_strategy", ""))
     has_own_path = variables.get("PYTHONPATH") != environ.get("PYTHONPATH")
     is_found_later = has_own_path if ":" in name else has_plugins and name not in known_names()
@@ -222,7 +222,7 @@ def _without_late_strategy(
 
 
 def _with_plugin(flags: list[str]) -> list[str]:
-    """Put our plugin first into the last list of plugins, which is the one that argparse keeps."""
+    """Put our plugin first into the last list of plugins, because argparse keeps the last list."""
     own = str(plugin_path())
     lists = [at for at, flag in enumerate(flags) if option_name(flag) == PLUGINS[0]]
     if not lists:

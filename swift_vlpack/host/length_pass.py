@@ -1,4 +1,4 @@
-"""Measure the sources of a run: hand ms-swift's template and arguments to `lengths.measure`, and log what comes out."""
+"""Measure the sources of a run: call `lengths.measure` with ms-swift's template and arguments, and log the result."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from swift_vlpack.rows.urls import Urls
 logger = get_logger()
 
 NUM_ROWS_EQUAL_ON_RANKS = 1024
-"""Rows, spread over a source, that must be the same on all ranks. Files that differ do so in more than one row of a
-thousand, and a million rows need not be read to see it."""
+"""Rows, spread over a source, that are compared between ranks. Files that differ do so in more than one row of a
+thousand, so there is no need to read a million rows to see it."""
 
 
 def with_all_lengths(
@@ -49,10 +49,10 @@ def with_all_lengths(
     in_full: bool = False,
     sharing: SharingLimits | None = None,
 ) -> list[RowSource]:
-    """Measure the rows of all sources with one progress bar, which the first rank shows.
+    """Measure the rows of all sources, with one progress bar on rank 0.
 
-    With `in_full` every row is encoded in full, but for those that an earlier start has encoded so. With `sharing` the
-    rows that begin with the same media are found, too.
+    With `in_full`, every row is encoded in full, unless an earlier start has done so. With `sharing`, also find the
+    rows that begin with the same media.
     """
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
     with _without_model(encoder.template):
@@ -66,7 +66,7 @@ def with_all_lengths(
 
 @contextmanager
 def _without_model(template: Any) -> Iterator[None]:
-    """Take the model from the template: the forked processes of the length pass need no weights."""
+    """Remove the model from the template: the forked processes of the length pass need no weights."""
     model, template.model = template.model, None
     try:
         yield
@@ -74,32 +74,20 @@ def _without_model(template: Any) -> Iterator[None]:
         template.model = model
 
 
-def with_lengths(
-    source: RowSource,
-    encoder: RowEncoder,
-    args: Any,
-    cache_dir: str | None = None,
-    progress: Progress | None = None,
-    *,
-    in_full: bool = False,
-) -> RowSource:
-    """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
-    return _measured(source, encoder, args, cache_dir, progress, in_full=in_full).source
-
-
 def _measured(
     source: RowSource,
     encoder: RowEncoder,
     args: Any,
     cache_dir: str | None,
-    progress: Progress | None,
+    progress: Progress,
     *,
     in_full: bool,
 ) -> SourceToShare:
+    """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
     encoder = encoder.for_source(source)
     template = encoder.template
     folder = lengths_folder(cache_dir, os.environ)
-    # Under `strict` a failing URL ends the run, so failures are not remembered and every URL is requested again.
+    # Under `strict` a failing URL ends the run, so do not remember failures, and request every URL again.
     urls = Urls(None if args.strict else folder / UNREACHABLE_URLS)
     encoders = Encoders(
         by_header=None if in_full else encoder.using(pixel_free(template, urls)),
@@ -109,12 +97,12 @@ def _measured(
         num_processes=args.dataset_num_proc or 1,
     )
     dependencies = dependencies_of(template, getattr(args, "external_plugins", None) or [])
-    dependencies["targets"] = encoder.targets  # they are counted too, and no part of the template
+    dependencies["targets"] = encoder.targets  # sizes count supervised tokens, and targets are not in the template
     observed_file = ObservedFile(folder / f"{digest_of(dependencies, 16)}.observed", source.name)
     observed = _observed(source, encoders, observed_file)
     dependencies |= _observed_dependencies(observed, but=dependencies["variables"])
     cache = _cache(source, encoder, dependencies, folder)
-    # A resumed run goes on with the plan it had; the notes wait for the next new one.
+    # A resumed run keeps its plan, so the notes wait for the next new run.
     if not getattr(args, "resume_from_checkpoint", None):
         cache.take_over_notes()
     caches = LengthCaches(cache=cache, trust=Trust(folder / f"{digest_of(dependencies, 16)}.trust"))
@@ -130,7 +118,7 @@ def _measured(
 
 
 def _cache(source: RowSource, encoder: RowEncoder, dependencies: dict[str, Any], folder: Path) -> LengthCache:
-    """Open the cache for this source and template, after a check that all ranks mean the same one."""
+    """Open the cache for this source and template, after a check that all ranks have the same rows and settings."""
     context = digest_of(dependencies, 16)
     cutting = "" if encoder.divider is None else encoder.divider.digest()
     cache = LengthCache(lengths_path(folder, source.name, context), context, retry_key(), cutting)
@@ -144,7 +132,7 @@ def _cache(source: RowSource, encoder: RowEncoder, dependencies: dict[str, Any],
 
 
 def _check_same_rows(source: RowSource, settings: dict[str, str]) -> None:
-    """Stop if ranks have other rows or settings, because every rank measures some rows for all."""
+    """Raise `RanksDiffer` if ranks have different rows or settings: every rank measures some rows for all."""
     last = max(0, len(source.rows) - 1)
     spread = np.unique(np.linspace(0, last, NUM_ROWS_EQUAL_ON_RANKS).astype(np.int64)).tolist()
     rows = rows_in_turn(source.rows, spread)
@@ -154,11 +142,11 @@ def _check_same_rows(source: RowSource, settings: dict[str, str]) -> None:
     )
 
 
-# -- what encoding was observed to depend on --------------------------------------------------------------------------
+# -- observed dependencies --------------------------------------------------------------------------------------------
 
 
 def _observed(source: RowSource, encoders: Encoders, file: ObservedFile) -> Observed:
-    """Return what earlier starts observed, united over ranks. Without any, the first rank encodes rows to observe."""
+    """Return what earlier starts observed, united over ranks. If nothing is saved, rank 0 encodes rows to observe."""
 
     def of_this_rank() -> Observed:
         if (known := file.load()) is not None or ranks.rank() > 0:
@@ -173,9 +161,9 @@ def _observed(source: RowSource, encoders: Encoders, file: ObservedFile) -> Obse
 
 
 def _observed_dependencies(observed: Observed, but: Container[str]) -> dict[str, Any]:
-    """Return the values of what was observed as one more dependency; empty if nothing was."""
+    """Return the present values of all observed inputs as one dependency; empty if nothing was observed."""
     found = dependencies_in(observed, but)
-    # Values that modules keep may be of one rank only, such as its number: the key has those of the first.
+    # Modules may hold values that differ between ranks, such as the rank's number, so all keys use those of rank 0.
     of_first = ranks.results_of_all(partial(found.pop, "modules", None))[0]
     if of_first is not None:
         found["modules"] = of_first
@@ -183,12 +171,12 @@ def _observed_dependencies(observed: Observed, but: Container[str]) -> dict[str,
 
 
 def _save_reads(source: RowSource, file: ObservedFile, known: frozenset[str], reads: Reads) -> None:
-    """Remember the variables that only some rows read, and warn of what cannot be followed."""
+    """Save the variables that only some rows read, and warn of code that reads the whole environment."""
     if more := set(filter(is_of_length, reads.names)) - known:
         file.add(Observed(variables=frozenset(more)))
         logger.info(
-            f"source {source.name}: some of its rows read {', '.join(sorted(more))}, "
-            "which lengths are remembered under from the next start on"
+            f"source {source.name}: some of its rows read {', '.join(sorted(more))}; "
+            "cached lengths depend on these variables from the next start on"
         )
     _warn_of_whole_environment(source, reads)
 

@@ -1,4 +1,4 @@
-"""Load packs with ms-swift's own dataloader: its workers encode, the feed decides which batches are trained."""
+"""Load packs with ms-swift's own dataloader: workers encode, and the feed decides which batches are trained."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class WorkerDied(VLPackError):
 class PackLoader(DataLoaderShard):
     """Load the packs of one rank.
 
-    The base class is ms-swift's, by which it recognizes its loaders on resume. The random generator is the loader's
-    own: otherwise each iterator would draw from the state of the process, and change what is trained.
+    The base class is ms-swift's, because ms-swift recognizes its loaders by it on resume. The loader has a random
+    generator of its own: otherwise each iterator would draw from the state of the process, and change what is trained.
     """
 
     def __init__(self, dataset: Any, device: Any = None, *, feed: Feed, **options: Any) -> None:
@@ -40,7 +40,7 @@ class PackLoader(DataLoaderShard):
         self.feed = feed
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing, because the trainer begins an epoch with its feed before it asks for batches."""
+        """Do nothing: the trainer begins the epoch of its feed before it asks for batches."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self.feed.batches(self._loaded())
@@ -48,7 +48,7 @@ class PackLoader(DataLoaderShard):
     def _loaded(self) -> Iterator[Batch]:
         try:
             yield from super().__iter__()
-        except (OSError, EOFError) as error:  # the only sign of a worker that dies while its batch is fetched
+        except (OSError, EOFError) as error:  # this is the only sign that a worker died while its batch was fetched
             if not (dead := self._dead_workers()):
                 raise
             raise WorkerDied(
@@ -58,14 +58,14 @@ class PackLoader(DataLoaderShard):
 
     def _get_iterator(self) -> Any:
         with shared_with_forks():
-            # Keep the iterator: it alone knows the processes of the workers.
+            # Keep the iterator, because only the iterator knows the worker processes.
             self._reading = super()._get_iterator()
         return self._reading
 
     def _dead_workers(self) -> list[str]:
         """Describe the workers that ended with an error."""
         workers = getattr(self._reading, "_workers", ())
-        # Wait, because a dying worker closes its sockets before it is gone and has an exit code.
+        # Wait a moment: a dying worker closes its sockets before it has an exit code.
         gone = wait([worker.sentinel for worker in workers], SECONDS_TO_DIE)
         for worker in workers:
             if worker.sentinel in gone:

@@ -1,8 +1,8 @@
 """Check before step 1 that the losses of the sequences of a step add up to the loss of the whole step.
 
 ms-swift adds up the losses of the sequences that one optimizer step accumulates. That is right for a sum over tokens
-that is divided by `num_items_in_batch`, the tokens of the whole step. So two real samples are computed apart and
-together, and what comes out says what kind of loss the run has:
+that is divided by `num_items_in_batch`, the tokens of the whole step. So the losses of two real samples are computed,
+apart and together. They show what kind of loss the run has:
 
     a sum over tokens             nothing to do
     a mean over its own tokens    `MeanOfStep` weighs each sequence by its share of the step's tokens
@@ -34,9 +34,9 @@ from swift_vlpack.rows.samples import Encoded
 logger = get_logger()
 
 LossOfSample = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Takes the outputs, labels and weights of one sample. Returns the loss summed over its tokens."""
+"""Function of a sample's outputs, labels and weights that returns the loss summed over its tokens."""
 CAUSAL_LM = "cross_entropy"
-"""The only one of ms-swift's own loss types that is for causal_lm."""
+"""The only one of ms-swift's loss types that is for causal_lm."""
 
 
 class LossNotAdditive(ConfigError):
@@ -46,7 +46,7 @@ class LossNotAdditive(ConfigError):
 def add_up(trainer: Any) -> None:
     """Make the losses of sequences add up to the loss of their step, or stop before step 1."""
     coefficient = trainer.args.router_aux_loss_coef
-    trainer.args.router_aux_loss_coef = 0.0  # its loss balances experts over a sequence, and is no sum over samples
+    trainer.args.router_aux_loss_coef = 0.0  # the loss that balances experts over a sequence is no sum over samples
     try:
         with untouched(trainer.model):
             losses = measured(trainer)
@@ -58,12 +58,12 @@ def add_up(trainer: Any) -> None:
             raise
         raise LossNotAdditive(
             "whether the losses of sequences add up to the loss of a step could not be checked "
-            f"({type(error).__name__}: {error}); mend that, or set packing_verify=false to train the model's own "
+            f"({type(error).__name__}: {error}); repair that, or set packing_verify=false to train the model's own "
             "loss without a check"
         ) from error
     finally:
         trainer.args.router_aux_loss_coef = coefficient
-        trainer.custom_metrics["eval"].clear()  # filled by these forwards, which are no evaluation
+        trainer.custom_metrics["eval"].clear()  # the forwards above filled these metrics, but were no evaluation
     tolerance = TOLERANCE[_precision(trainer)]
     if losses is None:
         return
@@ -85,9 +85,10 @@ def add_up(trainer: Any) -> None:
 
 
 def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
-    """Stop if losses do not add up because one sample sees another: a different loss function would not help.
+    """Raise `IsolationError` if losses do not add up because one sample sees another.
 
-    The first sample gets no labels, so replacing its words must not move the loss, whatever the loss divides by.
+    In that case another loss function would not help. The first sample gets no labels, so replacing its words must not
+    change the loss, whatever the loss divides by.
     """
     tolerance = TOLERANCE[_precision(trainer)]
     if losses is None or losses.is_sum(tolerance) or losses.is_mean(tolerance):
@@ -113,7 +114,7 @@ def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
 
 
 def check_weights(trainer: Any) -> None:
-    """Check, with the code that weighs samples in training, that two samples get the weights of `packing_loss`."""
+    """Check that the code of training gives two samples the weights of `packing_loss`. Raises `LossNotAdditive`."""
     if (kind := trainer.feed.config.packing_loss) == "token":
         return
     samples = two_samples(trainer)
@@ -145,7 +146,7 @@ def two_samples(trainer: Any) -> list[Encoded]:
 
 
 def measured(trainer: Any) -> Losses | None:
-    """Measure the losses of two real samples, apart and together; None if no sample of the data has targets."""
+    """Compute the losses of two real samples, apart and together; None if no sample of the data has targets."""
     samples = two_samples(trainer)
     if not samples:
         return None
@@ -175,7 +176,7 @@ def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
 
 
 def is_mean(trainer: Any) -> bool:
-    """Return whether the loss of a batch is a mean over its own tokens, and not over the tokens of the whole step."""
+    """Tell whether the loss of a batch is a mean over its own tokens, not over the tokens of the whole step."""
     if trainer.compute_loss_func is not None:
         return isinstance(trainer.compute_loss_func, MeanOfStep)
     return trainer.label_smoother is not None
@@ -203,7 +204,7 @@ def loss_of_sample(trainer: Any) -> LossOfSample:
 
 
 def refuse_experts_of_packs(trainer: Any) -> None:
-    """Refuse a loss that balances experts over a batch of rows where such batches are to be kept: a pack is none."""
+    """Raise `ConfigError` for a loss that balances experts over a batch of rows, if such batches have to be kept."""
     coefficient = trainer.args.router_aux_loss_coef
     if not (trainer.model_info.is_moe_model and coefficient):
         return
@@ -230,7 +231,7 @@ def refuse_means_of_batches(trainer: Any) -> None:
 
 
 def warn_of_what_differs(trainer: Any) -> None:
-    """Warn of options by which packs have another loss than rows, and of a loss that ms-swift computes unexpectedly."""
+    """Warn of options that give packs another loss than rows, and of a loss that ms-swift computes unexpectedly."""
     args = trainer.args
     if trainer.model_info.is_moe_model and args.router_aux_loss_coef:
         logger.warning(
@@ -246,7 +247,7 @@ def warn_of_what_differs(trainer: Any) -> None:
 
 
 def refuse_loss_type(loss_type: str | None) -> None:
-    """Refuse a loss that the installed ms-swift does not know, or that is for other tasks than causal_lm."""
+    """Raise `ConfigError` for a loss that ms-swift does not know, or that is for other tasks than causal_lm."""
     from swift.loss import loss_map
 
     if loss_type is None or loss_type == CAUSAL_LM:
@@ -262,7 +263,7 @@ def refuse_loss_type(loss_type: str | None) -> None:
 
 
 def shifts_smoothed_labels(trainer: Any) -> bool:
-    """Return whether ms-swift shifts smoothed labels, which it decides by the name of the model's class."""
+    """Tell whether ms-swift shifts smoothed labels. It decides by the name of the model's class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return _model_name(trainer) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -286,7 +287,7 @@ def _refusal(trainer: Any, losses: Losses) -> str:
 
 
 def _precision(trainer: Any) -> torch.dtype:
-    """Return the precision of autocast, else of the weights. Logits would say it too, but fused losses make none."""
+    """Return the precision of autocast, else of the weights. Logits cannot be asked, because fused losses make none."""
     if trainer.args.bf16 and not trainer.args.use_cpu:
         return torch.bfloat16
     if trainer.args.fp16 and torch.cuda.is_available():

@@ -13,10 +13,10 @@ from swift_vlpack.errors import VLPackError
 
 EXIT_USAGE = 2
 _FORESEEN = (VLPackError, OSError, ValueError, ImportError)
-"""Causes of our errors that show no traceback, because they are no bug."""
+"""Errors that may cause one of ours without a traceback being shown, because they are no bugs."""
 _OF_ARGUMENTS = "swift.arguments"
 """The package in which ms-swift reads its options and looks up the model."""
-# By name, because each library that ms-swift downloads with has classes of its own.
+# Compare names of classes: each library that ms-swift downloads with has error classes of its own.
 _NO_ANSWER = frozenset(
     (
         "ConnectionError",
@@ -31,14 +31,14 @@ _NO_ANSWER = frozenset(
 
 
 class Refused(VLPackError):
-    """ms-swift refuses what it was given."""
+    """ms-swift refuses an option or a file."""
 
 
 @contextmanager
 def said_by_swift(what: str, names: Sequence[str] = ()) -> Iterator[None]:
-    """Turn an error by which ms-swift, or a library that it calls, refuses an input into one line.
+    """Turn an error with which ms-swift, or a library that it calls, refuses an input into `Refused`, one line.
 
-    `names` are what may have been looked for on a hub.
+    `names` are the models or data sets that may have been looked for on a hub.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def said_by_swift(what: str, names: Sequence[str] = ()) -> Iterator[None]:
 
 
 def refusal(error: BaseException, what: str, names: Sequence[str] = ()) -> str:
-    """Return one line about an error of ms-swift; `what` is the rest of "ms-swift ...", as "refuses the options"."""
+    """Return one line about an error of ms-swift. `what` continues "ms-swift ...", such as "refuses the options"."""
     if not is_of_network(error):
         return f"ms-swift {what}: {one_line(error)}"
     hub = "ModelScope"
@@ -61,14 +61,14 @@ def refusal(error: BaseException, what: str, names: Sequence[str] = ()) -> str:
     remote = [name for name in names if not os.path.exists(name.rpartition("#")[0] or name)]
     wanted = ", ".join(remote) or "what was named"
     return (
-        f"the hub cannot be reached: {wanted} is no file or folder in {os.getcwd()}, so it was looked for on {hub}, "
+        f"the hub cannot be reached: {wanted} is not a file or folder in {os.getcwd()}, so it was looked for on {hub}, "
         f"which did not answer: {one_line(error)} (check the name, the network, HTTPS_PROXY and HF_ENDPOINT, choose "
         "the other hub by --use_hf, or give a local folder or file)"
     )
 
 
 def is_of_network(error: BaseException | None) -> bool:
-    """Return whether the error, or one that caused it, says that the network gave no answer."""
+    """Tell whether the error, or one that caused it, says that the network gave no answer."""
     if error is None:
         return False
     names = {base.__name__ for base in type(error).__mro__}
@@ -90,9 +90,9 @@ _ROOMS_OF_ROWS = ("rows", "lengths", "feed", "attention", "proof", "pages")
 
 
 def join_log() -> None:
-    """Send log lines of rooms that do not import ms-swift through its logger, with its prefix, file and level.
+    """Send the log lines of rooms that do not import ms-swift through ms-swift's logger, with its prefix and level.
 
-    Idempotent. Lines that are equal on all ranks come from the first rank only; a line about a row comes from its rank.
+    Idempotent. Lines that are equal on all ranks come from rank 0 only; a line about a row comes from the row's rank.
     """
     from swift.utils import get_logger
 
@@ -100,10 +100,10 @@ def join_log() -> None:
     if any(isinstance(handler, _ToSwift) for handler in ours.handlers):
         return
     ours.addHandler(_ToSwift())
-    # Our handler passes lines on. Through the root logger, each line would come a second time.
+    # Our handler passes lines on. If the root logger got them too, each line would be printed twice.
     ours.propagate = False
     ours.setLevel(get_logger().level)
-    # ms-swift's logger shows only errors of ranks other than the first, but a warning about a row comes from its rank.
+    # ms-swift's logger shows only errors of other ranks than 0, but a warning about a row has to come from its rank.
     for room in _ROOMS_OF_ROWS:
         logging.getLogger(f"swift_vlpack.{room}").setLevel(min(get_logger().level, logging.WARNING))
 
@@ -122,7 +122,7 @@ def quiet_mistakes() -> None:
         if not isinstance(error, VLPackError) or _is_surprising(error):
             before(kind, error, trace)
             return
-        # Not sys.stderr: torch replaces it while it calls this hook, and would lose the line.
+        # Print to `sys.__stderr__`: torch replaces `sys.stderr` while it calls this hook, and would lose the line.
         print(f"swift_vlpack: {one_line(error)}{_of_rank()}", file=sys.__stderr__, flush=True)
         sys.exit(EXIT_USAGE)
 
@@ -133,8 +133,8 @@ def quiet_mistakes() -> None:
 def _refused_names(error: BaseException, trace: TracebackType | None) -> list[str] | None:
     """Return the model and adapters that were given, if ms-swift refuses its options; None for any other error.
 
-    It is a refusal if ms-swift, or a hub that it asks, raises the error while ms-swift reads its arguments. An error in
-    a plugin of the user, or in this package, is a bug.
+    ms-swift refuses its options if ms-swift itself, or a hub that it asks, raises the error while it reads its
+    arguments. An error in a plugin of the user, or in this package, is a bug.
     """
     names, module = None, ""
     while trace is not None:
@@ -149,7 +149,7 @@ def _refused_names(error: BaseException, trace: TracebackType | None) -> list[st
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error in one line, without the traceback that torch adds to errors of workers."""
+    """Return the text of an error as one line, without the traceback that torch adds to errors of workers."""
     text = str(error)
     if "Original Traceback" in text:
         text = text.strip().splitlines()[-1].partition(": ")[2]
@@ -157,7 +157,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _is_surprising(error: BaseException) -> bool:
-    """Return whether a cause of the error may be a bug, so that its traceback has to be shown."""
+    """Tell whether a cause of the error may be a bug, so that its traceback has to be shown."""
     cause = error.__cause__
     return cause is not None and (not isinstance(cause, _FORESEEN) or _is_surprising(cause))
 

@@ -1,6 +1,6 @@
-"""List ms-swift's options that define the objective: a resume refuses a change of these, and warns of other settings.
+"""List ms-swift's options that define the objective. A resume refuses a change of these, and warns of other settings.
 
-These tables and `decides` of packing options (config.py) are the only list; docs/resume.md repeats it.
+These tables, and `decides` of packing options (config.py), are the only list; docs/resume.md repeats it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_PARAMETERS = (
     *("freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex"),
 )
 REFUSED = (*OF_LOSS, *OF_EXPERTS, *OF_TEMPLATE, *OF_PARAMETERS)
-"""Options that define the objective: the loss, which tokens are targets, which parameters are trained."""
+"""Options that define the objective: the loss, the tokens that are targets, the parameters that are trained."""
 
 _OF_ADAPTER = "the adapter of the checkpoint keeps the saved value"
 _OF_OPTIMIZER = "the optimizer of the checkpoint keeps the saved value"
@@ -47,7 +47,7 @@ WARNED = {
     **dict.fromkeys(("learning_rate", "vit_lr", "aligner_lr", "lorap_lr_ratio"), _OF_OPTIMIZER),
     **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), _OF_OPTIMIZER),
 }
-"""Options that change how the objective is trained, with the value that counts after a resume."""
+"""Options that change how the objective is trained, each with what counts after a resume: the old or the new value."""
 
 
 def objective_of(args: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def refused_values(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tupl
 
 
 def warning_of_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """Return a warning with the settings that differ, both values, and which value counts; None if all are equal."""
+    """Return a warning that names each differing setting, both values and the one that counts; None if all agree."""
     kept = [name for name in differing_fields(saved, current) if name in WARNED and name in saved and name in current]
     if not kept:
         return None

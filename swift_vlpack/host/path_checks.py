@@ -1,6 +1,6 @@
-"""Check paths that a run or a command names: data, models, adapters, checkpoints, and what is to be written.
+"""Check the paths that a run or a command reads or writes: data, models, adapters, checkpoints, output.
 
-Each check raises an error that names the path, what is wrong, and a path like it that is there:
+Each check raises an error that names the path, says what is wrong, and suggests a similar path that exists:
 
 >>> check_data("--dataset", ["/nowhere/rows.jsonl"])
 Traceback (most recent call last):
@@ -24,11 +24,11 @@ from swift_vlpack.words import did_you_mean
 
 _HUBS = ("hf::", "ms::")
 _MOST_NAMES = 10_000
-"""Most names of a folder to search for one like a missing name; a folder of images may have millions."""
+"""Most names of a folder among which to look for a similar name. A folder of images may have millions."""
 
 
 def check_model(model: str) -> None:
-    """Refuse a folder without a model."""
+    """Raise `ConfigError` for a path without a model."""
     path = _folder(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -42,37 +42,37 @@ def check_model(model: str) -> None:
 
 
 def check_adapter(adapter: str) -> None:
-    """Refuse an adapter that is named by a path that is not there."""
+    """Raise `ConfigError` for the path of an adapter that does not exist."""
     if _is_path(adapter.partition(":")[0]) and not _folder(adapter).exists():
         raise ConfigError(f"--adapters {adapter}: no such folder{_near(adapter)}")
 
 
 def check_cached(what: str, given: str) -> None:
-    """Refuse what is no folder of a cached data set; `folder#N` means N of its rows."""
+    """Raise `ConfigError` unless this is the folder of a cached data set. `folder#N` means N of its rows."""
     path = Path(given if os.path.exists(given) else given.rpartition("#")[0] or given)
     if not path.is_dir():
         raise ConfigError(f"{what} {given}: no such folder{_near(str(path))}")
     if not (path / "dataset_info.json").is_file():
         inside = [name for name in ("train", "val") if (path / name / "dataset_info.json").is_file()]
         hint = f"; did you mean {path / inside[0]}?" if inside else "; `vlpack export` writes one"
-        raise ConfigError(f"{what} {given} is no cached data set{hint}")
+        raise ConfigError(f"{what} {given} is not a cached data set{hint}")
 
 
 def check_exists(what: str, path: str, *, expands_home: bool) -> None:
-    """Refuse a file that is not there. With `expands_home`, ms-swift reads `~` in the path as the home folder."""
+    """Raise `ConfigError` if a file does not exist. With `expands_home`, `~` is the home folder, as for ms-swift."""
     if not (Path(path).expanduser() if expands_home else Path(path)).exists():
         raise ConfigError(f"{what} {path}: no such file{_near(path)}")
 
 
 def _folder(name: str) -> Path:
-    """Return the folder of weights that ms-swift means: `~` is the home, and `folder:inner` is a folder in a folder."""
+    """Return the folder that ms-swift would open: `~` is the home folder, and `folder:inner` is a folder inside."""
     path = os.path.expanduser(name)
     inner = "/".join(path.split(":", 1))
     return Path(inner if os.path.exists(inner) and not os.path.exists(path) else path)
 
 
 def check_checkpoint(path: Path) -> None:
-    """Refuse a folder that is no checkpoint."""
+    """Raise `ConfigError` unless the path is a checkpoint."""
     what = f"--resume_from_checkpoint {path}"
     beside = path if path.is_dir() else path.parent
     found = sorted(beside.glob("checkpoint-*"), key=lambda one: (len(one.name), one.name))
@@ -84,13 +84,13 @@ def check_checkpoint(path: Path) -> None:
     if hint and not any(
         (path / name).exists() for name in ("trainer_state.json", "config.json", "adapter_config.json")
     ):
-        raise ConfigError(f"{what} is no checkpoint{hint}")
+        raise ConfigError(f"{what} is not a checkpoint{hint}")
 
 
 def check_data(what: str, datasets: Iterable[str], registered: Collection[str] = ()) -> None:
-    """Refuse data that is named as a file or folder and is not there, and files that are empty."""
+    """Raise `ConfigError` for a file or folder of data that does not exist, `DataError` for an empty file."""
     for dataset in datasets:
-        if dataset.endswith((".yaml", ".yml")):  # a word that the list of data sets has swallowed
+        if dataset.endswith((".yaml", ".yml")):  # a training file that was typed after --dataset
             raise ConfigError(loose_word(dataset))
         path = _local(dataset)
         if path is None or path in registered or dataset in registered:
@@ -100,11 +100,11 @@ def check_data(what: str, datasets: Iterable[str], registered: Collection[str] =
             hint = f"; ms-swift does not expand ~ here, write {home}" if home != path else _near(path)
             raise ConfigError(f"{what} {dataset}: no such file{hint}")
         if os.path.isfile(path) and not _has_content(path):
-            raise DataError(f"{what} {dataset}: the file is empty, there is no row in it")
+            raise DataError(f"{what} {dataset}: the file is empty; name a file with rows")
 
 
 def _local(dataset: str) -> str | None:
-    """Return the path that is meant, by ms-swift's rules (`path#rows`, `folder:subset`); None for a name on a hub."""
+    """Return the path in a `--dataset` value (`path#rows`, `folder:subset`), or None for a name on a hub."""
     if os.path.exists(dataset):
         return dataset
     if dataset.startswith(_HUBS):
@@ -117,12 +117,12 @@ def _local(dataset: str) -> str | None:
 
 
 def _is_path(name: str) -> bool:
-    """Tell a path from a name on a hub, which is one word, or an owner and a name with one slash between them."""
+    """Tell whether a name is a path. A name on a hub is one word, or an owner and a name with a single slash."""
     return name.startswith(("/", "./", "../", "~")) or name.endswith(OF_DATA) or name.count("/") > 1
 
 
 def _has_content(path: str) -> bool:
-    """Tell whether a file has a row; a file that is no text is left to its own reader."""
+    """Tell whether a text file has a row. A file of another kind is not opened, and counts as having rows."""
     if not path.endswith((".jsonl", ".json", ".csv", ".txt")):
         return True
     with open(path, "rb") as file:
@@ -130,7 +130,7 @@ def _has_content(path: str) -> bool:
 
 
 def check_folder(what: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made or written into. Leaves nothing there."""
+    """Raise `ConfigError` if a folder cannot be made or written into. Leaves nothing behind."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -144,7 +144,7 @@ def check_folder(what: str, folder: Path) -> None:
 
 
 def check_file(what: str, path: Path) -> None:
-    """Refuse a file that cannot be written. Leaves it as it is."""
+    """Raise `ConfigError` if a file cannot be written. Does not change the file."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{what} {path}: no such directory; name a file in one that exists")
@@ -157,7 +157,7 @@ def check_file(what: str, path: Path) -> None:
 
 
 def _near(path: str) -> str:
-    """Return the end of an error about a missing file: one with a name like it, else where it was looked for."""
+    """Return the end of an error about a missing file: a similar name, or else the folder that was searched."""
     folder = Path(path).parent
     is_readable = folder.is_dir() and os.access(folder, os.R_OK)
     names = [one.name for one in islice(folder.iterdir(), _MOST_NAMES)] if is_readable else []

@@ -1,4 +1,4 @@
-"""Build the data of a packed run: its rows, their lengths, its packs, the feed of its trainer, its validation rows.
+"""Build the data of a packed run: rows, lengths, packs, the feed of the trainer, and validation rows.
 
 `host/install.py` calls `prepare_dataset` in place of ms-swift's own, after the model and the template are loaded:
 
@@ -7,7 +7,7 @@
       check_...               ranks that differ, rows that cannot be read, RoPE: refused before step 1
       evaluation_data         validation rows, packed only under `eval_packing` (host/evaluation.py)
 
-Any run shows it at work: `vlpack plan --config train.yaml` stops after `build_feed`, without weights (host/run.py).
+To see it run: `vlpack plan --config train.yaml` makes the feed and stops there, without weights (host/run.py).
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ from swift_vlpack.words import counted
 logger = get_logger()
 
 _SECONDS_WITHOUT_URL = 300
-"""Seconds after which training tries a URL again that failed."""
+"""Seconds after which training retries a URL that failed."""
 
 NUM_SAMPLES_SHOWN = 16
-"""Samples of a stream whose lengths are judged before training; the first sample of any data is printed."""
+"""Samples of a stream that are encoded before training to judge its lengths. The first one is printed."""
 
 
 def prepare_dataset(pipeline: Any) -> list[Any]:
@@ -76,7 +76,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     _warn_of_cut_conversations(template, config)
     feed, val_rows = build_feed(args, template, config)
     check_same_validation(val_rows, RanksOfRun())
-    # Before the first step, because the length pass has seen all rows: it shows a mount that is gone.
+    # Check now: the length pass has seen all rows, so if a mount is gone, most of them have failed.
     check_measured(feed.sources, config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.sources, template.max_length, config)
     val_rows = with_cached_validation(saved_validation_rows(pipeline, val_rows), args, config)
@@ -88,8 +88,8 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
 def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, Any]:
     """Build the feed of a run: load rows, measure them, plan the epochs. A stream is neither measured nor planned.
 
-    Returns the validation rows too, because ms-swift's loader draws them from the same rows. The kind of feed is chosen
-    here and nowhere else; code that has the feed asks the feed.
+    Returns (feed, validation rows), because ms-swift's loader draws both from the same rows. The kind of feed is chosen
+    here and nowhere else; all other code asks the feed.
     """
     if config.shares_media:
         refuse_sharing(template.config)
@@ -104,8 +104,8 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
-    """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
-    encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
+    """Measure the rows of the sources, and fuse the sources into one data set."""
+    encoder = RowEncoder.of(template, config)  # with the config, because sizes count the tokens that are targets
     plugins = getattr(args, "external_plugins", None) or []
     measured = with_all_lengths(
         with_exported_sizes(sources, template, plugins),
@@ -121,7 +121,7 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
     """Plan the epochs of the run from measured rows, and make the feed."""
     num_ranks = num_ranks_of_run()
-    # The accumulation has the batch size in it already (`_fold_batch_size` in host/args.py).
+    # The accumulation includes the batch size (`_fold_batch_size` in host/args.py).
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
     step = unpacked_step(args)
     packs = PlannedPackingDataset(
@@ -130,7 +130,7 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
         config,
         seed=data_seed(args),
         num_ranks=num_ranks,
-        # A run may end within an epoch (of 2.5, say), which is planned as a whole.
+        # A run of 2.5 epochs ends within its third epoch, which is planned as a whole.
         num_epochs=math.ceil(args.num_train_epochs),
         num_packs=args.max_steps * packs_per_step if args.max_steps > 0 else None,
         step=step,
@@ -144,14 +144,14 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
 
 
 def _of_run(args: Any) -> dict[str, Any]:
-    """Collect the settings of training that every feed is given."""
+    """Return the settings of training that every kind of feed takes."""
     return {"objective": objective_of(args), "unpacked_batch_size": unpacked_batch_size(args)}
 
 
 def _unmeasured_rows(
     args: Any, template: Any, config: PackingConfig
 ) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
-    """Load rows that are packed as they come, from a stream or from sized data, and the validation rows."""
+    """Load the rows of a streamed feed, from a stream or from sized data, and the validation rows."""
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = _same_sources(args, config)
@@ -161,14 +161,14 @@ def _unmeasured_rows(
 def _same_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], Any]:
     """Load the sources and the validation rows. Stops if files that training rows name differ between ranks."""
     sources, val_rows = load_sources(args, config)
-    # Before the length pass, because a rank that lacks a file would have the failure remembered for all ranks.
+    # Check before the length pass: if one rank lacks a file, its failure would be cached for all ranks.
     for source in sources:
         check_same_files(source, RanksOfRun())
     return sources, val_rows
 
 
 def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
-    """Fuse the sources into one data set, by the run's options."""
+    """Fuse the sources into one data set, with the run's options."""
     return FusionCaptionDataset(
         sources,
         reading_urls(template, urls_in_training()),
@@ -189,7 +189,7 @@ def _warn_of_cut_conversations(template: Any, config: PackingConfig) -> None:
 
 
 def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64], what: str = "rows") -> None:
-    """Warn if packs are as long as the model allows: ms-swift takes that length if none is given, and few want it."""
+    """Warn if packs are as long as the model allows: ms-swift takes that length if none is given, rarely on purpose."""
     if config.packing_length != args.model_info.max_model_len:
         return
     if is_master() and (warning := length_warning(config.packing_length, lengths, what=what)):
@@ -197,15 +197,15 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
 
 
 def urls_in_training() -> Urls:
-    """Read URLs with two tries a row, and try a failed one again later: a server may come back while the run lasts."""
+    """Make the reader of URLs in training: two tries, and a retry later, because a server may come back."""
     return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
 
 
 def _show(pipeline: Any, feed: Feed) -> None:
-    """Print the first sample that can be encoded, as ms-swift does, and figures of the plan of the first epoch."""
-    # With random numbers of its own, because only one rank does this, and LoRA's weights are drawn afterwards.
+    """Print the first sample that can be encoded, as ms-swift does, and the numbers of the first epoch's plan."""
+    # Use separate random numbers: only one rank does this, and LoRA's weights are drawn afterwards.
     with RandomStream(feed.seed, "shown"):
-        # More than one only if there is no plan that knows the lengths.
+        # A plan knows the lengths. Without a plan, encode several samples to judge them.
         num_samples = NUM_SAMPLES_SHOWN if feed.epoch_plan is None else 1
         samples = list(feed.preview(num_samples))
     if samples:

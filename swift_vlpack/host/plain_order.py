@@ -1,7 +1,7 @@
-"""Ask ms-swift's own sampler which rows un-packed training puts into which batch.
+"""Find out from ms-swift's own sampler which rows un-packed training puts into which batch.
 
-The installed `BatchSamplerShard` is run once for each rank, and cut where the trainer's loop ends: at its `len()`. So
-the order of an epoch is what ms-swift trains, whatever rule the installed version has, and not a copy of that rule.
+The installed `BatchSamplerShard` runs once for each rank, up to its `len()`, where the trainer's loop ends. So the
+order of an epoch is what the installed version of ms-swift trains, without a copy of its rule.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from swift_vlpack.rows.source import RowSource
 
 
 def unpacked_rows(args: Any, sources: Sequence[RowSource], *, deletes_failing: bool) -> UnpackedRows | None:
-    """Describe the rows that plain `swift sft` with the same flags draws from; None where it has no counterpart.
+    """Describe the rows that plain `swift sft` with the same flags draws from; None if it has no such run.
 
-    With `deletes_failing` it deletes rows that cannot be encoded, but not those of a cached data set, which it does not
-    encode again before it draws.
+    `deletes_failing`: plain `swift sft` deletes rows that cannot be encoded, but keeps those of a cached data set,
+    because it does not encode them again before it draws.
     """
     places = [source.places for source in sources if source.places is not None]
     if len(places) < len(sources):  # a fusion_config
@@ -73,7 +73,7 @@ def batches_of_epoch(
 
 
 class _SamplerOfRank(BatchSamplerShard):
-    """The installed sampler as one rank of an un-packed run has it."""
+    """The installed sampler of one rank of an un-packed run."""
 
     rank = 0
     world_size = 1

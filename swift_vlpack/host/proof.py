@@ -27,9 +27,9 @@ from swift_vlpack.proof.verdict import Proof
 
 
 def prove_isolation(trainer: Any) -> Proof:
-    """Prove isolation on the model as it will train, before step 1. All ranks call it, and run the same forwards."""
+    """Prove isolation on the model as it will train, before step 1. All ranks must call it and run equal forwards."""
     context = trainer.compute_loss_context_manager
-    with waiting("the isolation proof"):  # wrapped models exchange data in it
+    with waiting("the isolation proof"):  # the forwards of wrapped models exchange data between ranks
         try:
             return proof_of(
                 model_of(trainer),
@@ -43,9 +43,10 @@ def prove_isolation(trainer: Any) -> Proof:
 
 
 def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
-    """Prove isolation on a batch of the first step as it will train. Returns the line for the log. All ranks call it.
+    """Prove isolation on a batch of the first step, before it trains. Returns the line for the log.
 
-    The trainer stays as it was: no batch is used up, no random number drawn, no gradient and no metric left behind.
+    All ranks must call it. The trainer is unchanged afterwards: no batch is used up, no random number drawn, no
+    gradient and no metric left behind.
     """
     batch = max(batches, key=_size)  # with prefixes if any has some; then most samples, so most boundaries
     sequences: list[FirstSequence] = []  # filled with that of this rank; batches are not sent to other ranks
@@ -60,7 +61,7 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
     except CannotSee as error:  # raised on all ranks, because they have the same model
         return f"isolation in training: of the first batch only tokens, labels and boundaries are verified ({error})"
     except Exception as error:
-        error.add_note("This was the proof on the first batch, before step 1: packing_verify=false trains without it.")
+        error.add_note("This was the proof on the first batch, before step 1; packing_verify=false trains without it.")
         raise
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
         measured = replace(
@@ -83,7 +84,7 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
     assert record is not None
     workers = trainer.args.dataloader_num_workers
     samples = encoded_again(feed, record, rank=trainer.args.process_index, num_workers=workers)
-    # No samples: this rank has no data left, or none of its rows could be read. Its sequence has no target.
+    # Without samples, this rank has no data left, or none of its rows could be read: nothing to compare.
     if not record.sample_ids:
         wrong = None
     elif isinstance(samples, str):
@@ -99,11 +100,11 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
 
 @contextmanager
 def _unseen(trainer: Any) -> Iterator[None]:
-    """Restore what computing a loss changes on the trainer: metrics, and the lengths that scale noise."""
+    """Restore afterwards what computing a loss changes on the trainer: metrics, and the lengths that scale noise."""
     args = trainer.args
     before = trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef
     trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
-    # The loss that balances experts is no sum over samples, so it cannot be that of the samples alone.
+    # Switch off the loss that balances experts: it is no sum over samples, so it differs for a sample alone.
     args.router_aux_loss_coef = 0.0
     try:
         yield
@@ -112,7 +113,7 @@ def _unseen(trainer: Any) -> Iterator[None]:
 
 
 def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
-    """Compute the trainer's loss, as a part of the step, of the batch with other `inputs`, or of an un-packed batch."""
+    """Compute the trainer's loss of the batch with other `inputs`, or of an un-packed batch, as a part of the step."""
     assert batch.record is not None
     sequence = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
     trainer.lengths_in_sequence = batch.record.lengths_in_sequence if packed else ()
@@ -120,7 +121,7 @@ def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any],
         with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, sequence):
             sequence = trainer._prepare_inputs(sequence)
             with trainer.compute_loss_context_manager():
-                # Unwrapped, because with wrappers a rank would wait for the gradients of others.
+                # Unwrap the model: with its wrappers a rank would wait for the gradients of other ranks.
                 model = unwrapped(model_of(trainer))
                 loss: torch.Tensor = trainer.compute_loss(model, sequence, num_items_in_batch=num_items)
     finally:

@@ -1,7 +1,7 @@
-"""Let the ranks of a run tell each other small facts, never data.
+"""Exchange small facts between the ranks of a run, never data.
 
-gathered(3)                      on every rank [3, ...]: the values of all ranks
-results_of_all(lambda: work())   on every rank the results of all ranks; if the work fails on one, all ranks stop
+gathered(3)                      returns [3, ...] on every rank: the values of all ranks
+results_of_all(lambda: work())   returns the results of all ranks on every rank; if one rank fails, all ranks stop
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RankFailed(VLPackError):
 
 @contextmanager
 def counted_as(num_ranks: int) -> Iterator[None]:
-    """Let this process count as `num_ranks` ranks, so that a command can plan a run without starting its ranks."""
+    """Let `num_ranks_of_run` return this number, so that a command can plan a run without starting its ranks."""
     token = _counted_as.set(num_ranks)
     try:
         yield
@@ -37,13 +37,13 @@ def counted_as(num_ranks: int) -> Iterator[None]:
 
 
 def num_ranks_of_run() -> int:
-    """Return how many ranks share the packs: as many as were launched, unless `counted_as` says another number."""
-    # From the launcher's variables, because a plan may be made before `torch.distributed` is initialised.
+    """Return how many ranks share the packs: as many as were launched, unless `counted_as` sets another number."""
+    # Read the launcher's variables, because a plan may be made before `torch.distributed` is initialised.
     return _counted_as.get() or max(1, get_dist_setting()[2])
 
 
 def num_ranks() -> int:
-    """Return how many processes take part; 1 without `torch.distributed`."""
+    """Return the number of processes in `torch.distributed`; 1 if it is not initialised."""
     return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -53,7 +53,7 @@ def rank() -> int:
 
 
 def gathered(mine: Any, what: str = "what every rank found") -> list[Any]:
-    """Return what every rank gave, in order of rank. All ranks must call it."""
+    """Return the values of all ranks, in order of rank. All ranks must call it. `what` names the values in errors."""
     everyone: list[Any] = [mine]
     if num_ranks() > 1:
         everyone = [None] * num_ranks()
@@ -63,16 +63,16 @@ def gathered(mine: Any, what: str = "what every rank found") -> list[Any]:
 
 
 def results_of_all(work: Callable[[], Result], what: str = "what every rank found") -> list[Result]:
-    """Do the work on every rank and return all results. If it fails on one rank, all ranks stop instead of waiting."""
+    """Do the work on every rank and return all results. If it fails on one rank, all ranks raise instead of waiting."""
     mine: Any = None
     error: Exception | None = None
     try:
         mine = work()
     except Exception as caught:
         error = caught
-    # The text, not the error: some errors cannot be pickled, and then no rank would hear of any.
+    # Send the text and not the error: some errors cannot be pickled, and then no rank would learn of the failure.
     everyone = gathered((mine, None if error is None else f"{type(error).__name__}: {error}"), what)
-    # This rank's own error has a traceback, so it goes first.
+    # Prefer this rank's own error, because it has a traceback.
     if error is not None:
         raise error
     for other, (_, said) in enumerate(everyone):

@@ -1,11 +1,11 @@
 """Find out which rows of its file a loaded data set has, without changing what ms-swift's preprocessing returns.
 
-ms-swift hands every data set to a `preprocess_func`, which may delete rows, make several of one, or be any function.
-`NumberedPreprocess` takes its place and notes the numbers of the rows that come out:
+ms-swift passes every data set to a `preprocess_func`, which may delete rows, make several rows of one, or do anything
+else. `NumberedPreprocess` takes its place and records the numbers of the rows that it returns:
 
-- For a `RowPreprocessor`, a column of numbers travels along, and is taken off every row before `preprocess` sees it.
-- Any other function could take such a column for content, when it drops duplicates, say. So it runs twice: its result
-  without the column is trained; its result with the column gives the numbers, if both are the same otherwise.
+- For a `RowPreprocessor`, a column of numbers is added, and removed from every row before `preprocess` sees the row.
+- Any other function could mistake the column for content, for example when it drops duplicates. So it runs twice. The
+  result without the column is trained. The result with the column gives the numbers, if both are equal otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_ROWS_COMPARED = 1000
 
 @dataclass(frozen=True, slots=True)
 class PreprocessedRows:
-    """The result of one call of a `preprocess_func`: of a split of a subset, which is most often the whole data set."""
+    """The result of one call of a `preprocess_func`, for a split of a subset; mostly that is the whole data set."""
 
     num_read: int
     numbers: NDArray[np.int64] | None
@@ -38,18 +38,18 @@ class PreprocessedRows:
 
 
 class NumberedPreprocess:
-    """A `preprocess_func` that returns what the given one does, and notes which rows these are."""
+    """A `preprocess_func` that returns what the given function returns, and appends the row numbers to `calls`."""
 
     def __init__(self, preprocess_func: Callable[..., Any], calls: list[PreprocessedRows]) -> None:
         self._preprocess_func = preprocess_func
         self._calls = calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NumberedPreprocess:
-        """Copy the function, as ms-swift does for every subset, and go on with the same notes."""
+        """Copy the function, as ms-swift does for every subset, but keep the same list of calls."""
         return NumberedPreprocess(copy.deepcopy(self._preprocess_func, memo), self._calls)
 
     def __call__(self, dataset: Any, **kwargs: Any) -> Any:
-        """Preprocess a data set, and note the numbers of its rows."""
+        """Preprocess a data set, and record the numbers of the rows that are returned."""
         if not isinstance(dataset, Dataset):
             return self._preprocess_func(dataset, **kwargs)
         rows, numbers = _preprocessed(self._preprocess_func, dataset, kwargs)
@@ -60,14 +60,14 @@ class NumberedPreprocess:
 def column(dataset: Dataset, name: str) -> NDArray[Any]:
     """Return a column of numbers, as floats if any is missing."""
     values: NDArray[Any] = dataset.data.column(name).to_numpy()
-    # By numpy, because `datasets` takes 3 us a row to gather shuffled ones.
+    # Use numpy, because `datasets` takes 3 us a row to gather shuffled rows.
     return values if dataset._indices is None else values[dataset._indices.column(0).to_numpy()]
 
 
 def _preprocessed(
     preprocess_func: Callable[..., Any], dataset: Dataset, kwargs: dict[str, Any]
 ) -> tuple[Any, NDArray[np.int64] | None]:
-    # A column of that name is the user's own, and its values are not our numbers.
+    # A column of that name is the user's own, and its values are no row numbers.
     if ROW in dataset.column_names:
         return preprocess_func(dataset, **kwargs), None
     numbered = dataset.add_column(ROW, np.arange(len(dataset)))
@@ -82,7 +82,7 @@ def _preprocessed(
 
 
 def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
-    """Return a function that does the same and hands the numbers on unseen; None if that cannot be arranged."""
+    """Return a function that does the same and hides the column of numbers from the user's code; None if impossible."""
     if type(preprocess_func) is AutoPreprocessor:
         auto = copy.copy(preprocess_func)
         auto._get_preprocessor = lambda dataset: _numbering(preprocess_func._get_preprocessor(dataset))
@@ -101,7 +101,7 @@ def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
 
 
 class _NumberedRow:
-    """`RowPreprocessor.preprocess` for a row with a number, which is given to every row made of it."""
+    """Call `RowPreprocessor.preprocess` without the row's number, and give the number to every row that it returns."""
 
     def __init__(self, preprocess: Callable[[dict[str, Any]], Any]) -> None:
         self._preprocess = preprocess
@@ -117,7 +117,7 @@ class _NumberedRow:
 
 
 def _prepared(prepare_dataset: Callable[[Any], Any], numbered: Dataset) -> Any:
-    """Prepare the data set as a whole, and keep the numbers if that can be done."""
+    """Call the user's `prepare_dataset` on the whole data set, and keep the numbers if that changes nothing else."""
     rows = prepare_dataset(numbered.remove_columns(ROW))
     again = _again(prepare_dataset, numbered, rows)
     return rows if again is None else again
@@ -127,8 +127,8 @@ def _again(function: Callable[[Any], Any], numbered: Dataset, rows: Any) -> Data
     """Call a function again with numbered rows. Returns its result if that is `rows` with numbers, else None."""
     try:
         again = function(numbered)
-    except Exception as error:  # a function may refuse one more column in any way
-        logger.info(f"a preprocess_func refuses a data set with one more column: {error!r}")
+    except Exception as error:  # the function may refuse an additional column with any error
+        logger.info(f"a preprocess_func refuses a data set with an additional column: {error!r}")
         return None
     if not (isinstance(again, Dataset) and isinstance(rows, Dataset) and ROW in again.column_names):
         return None
@@ -143,7 +143,7 @@ def _is_same(one: Dataset, other: Dataset) -> bool:
 
 
 def _numbers(rows: Dataset, num_read: int) -> NDArray[np.int64] | None:
-    """Return the column of numbers, if it still is one."""
+    """Return the column of numbers; None if the function removed or changed it."""
     if len(rows) == 0:
         return np.empty(0, dtype=np.int64)
     if ROW not in rows.column_names or rows.features[ROW].dtype != "int64":

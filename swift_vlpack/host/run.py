@@ -1,6 +1,6 @@
 """Make a training run without training it: arguments, processor, template and data, by the methods of `swift sft`.
 
-For commands about a run. The environment of the run has to be set before this module and ms-swift are imported.
+Commands about a run use it. Set the environment of the run before you import this module or ms-swift.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swift_vlpack.host.run_flags import given_options, without_options
 from swift_vlpack.host.sources import load_sources
 
 LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
-"""Options of a run that are left out: they change no pack, and need processes that a command does not start."""
+"""Options of the run that are dropped: they change no pack, and need processes that a command does not start."""
 NO_TRACE = ("--report_to", "none", "--add_version", "false")
 
 
@@ -36,13 +36,13 @@ class Run(SwiftSft):
 
     left_out: tuple[str, ...] = (*LEFT_OUT, "use_liger_kernel")
     overridden: tuple[str, ...] = (*NO_TRACE, "--use_cpu", "true")
-    """Without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
+    """Flags that win over those of the run. Without `use_cpu`, ms-swift refuses bfloat16 on a machine without a GPU."""
     has_weights = False
-    """Whether the weights are loaded. Lengths and packs need none."""
+    """True if the weights are loaded. Lengths and packs need none."""
 
     def __init__(self, argv: Sequence[str], command: str) -> None:
         if command == "pt":
-            self.args_class = PretrainArguments  # which is all that its pipeline changes
+            self.args_class = PretrainArguments  # the pipeline of `swift pt` changes nothing else
         names = [str(given_options(argv).get("model"))]
         with said_by_swift("refuses the options", names):
             super(SwiftSft, self).__init__(list(argv))
@@ -59,12 +59,12 @@ class TrainableRun(Run):
     overridden = NO_TRACE
     has_weights = True
     at_training: Callable[[Any], None]
-    """Called with the trainer where ms-swift would let it train and save."""
+    """Function that gets the trainer at the moment when ms-swift would let it train and save."""
     make_data: Callable[[], list[Any]] | None = None
-    """If set, returns the data to train on and to evaluate on, in place of the run's own."""
+    """If set, a function that returns the training and the evaluation data, in place of the run's own."""
 
     def train(self, trainer: Any) -> None:
-        """Take the place of ms-swift's own method."""
+        """Call `at_training` in place of training."""
         self.at_training(trainer)
 
     def _prepare_dataset(self) -> list[Any]:
@@ -80,9 +80,9 @@ class _Prepared(Exception):
 
 
 def prepare_to_train(trainer: Any, look: Callable[[], None]) -> None:
-    """Let the trainer prepare its model as for training, and call `look` in place of step 1.
+    """Let the trainer prepare its model as for training, then call `look` and stop before step 1.
 
-    `look` is called where training would choose the attention and prove its model.
+    `look` is called at the moment when training would choose the attention and prove its model.
     """
 
     def stop(*args: Any, **kwargs: Any) -> NoReturn:
@@ -95,7 +95,7 @@ def prepare_to_train(trainer: Any, look: Callable[[], None]) -> None:
 
 
 def instead_of_proof(trainer: Any, act: Callable[..., None]) -> None:
-    """Replace what this package does between the prepared model and step 1: attention, proof, a run's first notes."""
+    """Replace what this package does between preparing the model and step 1: attention, proof, the start event."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, PackingCallback):
             callback.on_train_begin = act  # type: ignore[method-assign]
@@ -103,20 +103,20 @@ def instead_of_proof(trainer: Any, act: Callable[..., None]) -> None:
 
 @contextmanager
 def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: type[Run] = Run) -> Iterator[Any]:
-    """Make the run that ms-swift's command with these flags would be on `num_ranks`, without its output folder."""
+    """Make the run that ms-swift's command with these flags would start on `num_ranks`, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
-        # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
+        # ms-swift makes the output folder when it reads its arguments, so give it one that is removed afterwards.
         yield kind([*without_options(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
 
 
 def with_model_shape(template: Any) -> Any:
-    """Give a template a model without weights, which some templates ask how positions are counted.
+    """Give a template a model without weights: some templates ask the model how positions are counted.
 
-    ms-swift would make one by itself, but it would guess the type of the model again, and it cannot for every folder.
+    ms-swift would make such a model by itself, but it would guess the model's type again, and cannot for every folder.
     """
     if template.model_meta.is_multimodal and template.model is None and template.dummy_model is None:
         info = template.model_info
-        # A model that cannot be made matters only if the template asks it; then ms-swift says what is wrong.
+        # If the model cannot be made, that matters only if the template asks it. ms-swift then says what is wrong.
         with suppress(Exception), torch.device("meta"):
             made = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
             template.dummy_model = made[0]
@@ -130,7 +130,7 @@ def need_packing(args: Any) -> None:
 
 
 def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
-    """Make the feed that training would have. Returns it, and the seconds that lengths and packs took."""
+    """Make the feed that training would have. Returns (feed, the seconds that lengths and packs took)."""
     args, template = run.args, run.template
     need_packing(args)
     config = packing_config(args)

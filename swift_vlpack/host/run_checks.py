@@ -1,6 +1,6 @@
-"""Check a run before anything heavy is imported: options that clash, and paths that lead nowhere (`path_checks.py`).
+"""Check a run before anything heavy is imported: contradicting options, and paths that do not exist (`path_checks.py`).
 
-`vlpack` calls `check_run` with the flags that it was given. In plain `swift sft` the plugin calls it with ms-swift's
+`vlpack` calls `check_run` with the flags of its command line. In plain `swift sft`, the plugin calls it with ms-swift's
 arguments when it is loaded, which is the first moment at which code of this package runs.
 """
 
@@ -27,11 +27,11 @@ from swift_vlpack.rows.fusion_config import FusionConfig, read_fusion_config
 from swift_vlpack.words import did_you_mean
 
 PLUGINS = ("external_plugins", "custom_register_path", "custom_dataset_info")
-"""Options with files that may register data sets and tuners, which only the training process then knows."""
+"""Options whose files may register data sets and tuners. Only the training process loads these files."""
 
 
 class Registered(NamedTuple):
-    """Names that ms-swift knows, by itself or by a plugin; None where only the training process can know them."""
+    """Names of data sets and tuners that ms-swift and plugins register; None if only training can know them."""
 
     datasets: Collection[str] | None = None
     tuners: Collection[str] | None = None
@@ -40,10 +40,10 @@ class Registered(NamedTuple):
 def check_run(
     options: Mapping[str, Any], config: PackingConfig, registered: Registered, *, is_training: bool = True
 ) -> None:
-    """Refuse a run that cannot work, as far as that can be known without a model or the network.
+    """Raise `ConfigError` for a run that cannot work, as far as that shows without a model or the network.
 
-    `options` are ms-swift's, by name; those that are absent have their default. With `is_training` the output folder
-    has to be writable.
+    `options` are ms-swift's, by name; absent options have their defaults. With `is_training`, the output folder has to
+    be writable.
     """
     sources = None
     if config.packing:
@@ -55,7 +55,7 @@ def check_run(
         raise ConfigError(
             f"--tuner_type must be one of {', '.join(sorted(tuners))}, got {tuner!r}{did_you_mean(tuner, tuners)}"
         )
-    if options.get("use_ray"):  # a cluster runs it, and has its own folders
+    if options.get("use_ray"):  # the run is on a cluster, whose folders cannot be checked here
         return
     try:
         _check_paths(options, sources, config, registered, is_training=is_training)
@@ -83,7 +83,7 @@ def _check_paths(
 
 
 def _check_files(options: Mapping[str, Any]) -> None:
-    """Refuse paths that lead nowhere; a name that a hub may have is left to ms-swift."""
+    """Raise `ConfigError` for paths that do not exist. A name that a hub may have is left to ms-swift."""
     if model := options.get("model"):
         check_model(str(model))
     for adapter in _many(options.get("adapters")):
@@ -104,14 +104,14 @@ def _check_files(options: Mapping[str, Any]) -> None:
 
 def _need_model_and_data(options: Mapping[str, Any], sources: FusionConfig | None) -> None:
     get = options.get
-    if not (get("model") or get("load_args") or get("resume_only_model")):  # a checkpoint may name the model, too
+    if not (get("model") or get("load_args") or get("resume_only_model")):  # with these, a checkpoint names the model
         raise ConfigError("there is no model to train: give --model, a local folder or a name on the hub")
     if not (get("dataset") or get("cached_dataset") or sources or get("load_data_args")):
         raise ConfigError("there is no data to train on: give --dataset or fusion_config")
 
 
 def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> None:
-    """Refuse ms-swift's options that packing cannot be used with."""
+    """Raise `ConfigError` for options of ms-swift that cannot be combined with packing."""
     get = options.get
     is_streaming = bool(get("streaming"))
     if config.fusion_config is not None and get("dataset"):
@@ -176,7 +176,7 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
 
 
 def _as_sources(options: Mapping[str, Any]) -> str:
-    """Return the hint at a `fusion_config` that draws as many rows of each data set as `--interleave_prob` does."""
+    """Return a hint: the `fusion_config` that draws as many rows of each data set as `--interleave_prob` does."""
     datasets, shares = _many(options.get("dataset")), [float(share) for share in options["interleave_prob"]]
     if len(datasets) != len(shares) or not all(share > 0 for share in shares):
         return "it needs one share above 0 for each --dataset; or give ratios in a fusion_config"
@@ -198,7 +198,7 @@ def _as_sources(options: Mapping[str, Any]) -> str:
 
 
 def _num_rows(dataset: str) -> int:
-    """Count the rows of a file, or take the number that the name asks for; 0 where neither can be known."""
+    """Return the number of rows that a `--dataset` value asks for (`#N`) or its file has; 0 if unknown."""
     _, _, number = dataset.rpartition("#")
     if number.isdecimal() and not os.path.exists(dataset):
         return int(number)
@@ -209,7 +209,7 @@ def _num_rows(dataset: str) -> int:
 
 
 def _refuse_truncation_of_windows(options: Mapping[str, Any], config: PackingConfig) -> None:
-    """Refuse ms-swift's own ways to shorten rows where windows cut them."""
+    """Raise `ConfigError` if ms-swift would shorten rows that windows cut."""
     strategy = options.get("truncation_strategy")
     if config.packing_strategy == WINDOW and strategy in ("split", "left", "right"):
         raise ConfigError(
@@ -219,7 +219,7 @@ def _refuse_truncation_of_windows(options: Mapping[str, Any], config: PackingCon
 
 
 def _refuse_other_objectives(options: Mapping[str, Any], config: PackingConfig) -> None:
-    """Refuse options by which un-packed training weighs samples by the batch or the rank that they are in."""
+    """Raise `ConfigError` for options with which un-packed training depends on batches or ranks that packs lack."""
     get = options.get
     for is_so, what in (
         (get("average_tokens_across_devices") is False, "--average_tokens_across_devices false weighs samples by rank"),

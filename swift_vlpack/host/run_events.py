@@ -2,8 +2,8 @@
 
     begin -> begin_epoch -> trained ... take_step -> note_steps -> checkpoint -> report_epoch ... -> end
 
-Every rank has a `RunEvents` and counts its own packs; a pack counts when its optimizer step is taken. The first rank
-writes `vlpack/run.jsonl` (the format is `runlog/events.py`) and `vlpack/epoch_N.json`.
+Every rank has a `RunEvents` and counts its own packs. A pack counts when its optimizer step is taken. Rank 0 writes
+`vlpack/run.jsonl` (`runlog/events.py` has the format) and `vlpack/epoch_N.json`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class RunEvents:
     def __init__(self, feed: Feed, output_dir: str, rank: int) -> None:
         self.feed = feed
         self.of_epoch = self._no_counts()
-        """What this rank trained and left out in the epoch so far."""
+        """Counts of this rank in the epoch so far: trained and left out."""
         self.of_run = self._no_counts()
-        """What all ranks trained since the start or resume, up to the last `steps` event."""
+        """Counts of all ranks since the start or resume, up to the last `steps` event."""
         self._since_event = self._no_counts()
-        self._tokens_of_steps: list[int] = []  # of this rank, since the last `steps` event
-        self._in_step: list[PackRecord] = []  # trained, but their optimizer step is not taken yet
+        self._tokens_of_steps: list[int] = []  # tokens of this rank in each step since the last `steps` event
+        self._in_step: list[PackRecord] = []  # packs that were trained, but whose optimizer step is not taken yet
         self._since = time.perf_counter()
         self._paused_at: float | None = None
         folder = Path(output_dir)
@@ -57,12 +57,12 @@ class RunEvents:
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def list_deleted_rows(self) -> None:
-        """List the rows that ms-swift's loader deleted, which are in no epoch."""
+        """Write the rows that ms-swift's loader deleted to the list of left-out rows, without an epoch."""
         for source in self._sources if is_master() else ():
             self._left_out_rows.add(None, deleted_by_loader(source))
 
     def begin(self, step: int, checkpoint: Path | None, facts: Mapping[str, Any]) -> None:
-        """Note that training starts, or resumes from a checkpoint."""
+        """Record that training starts, or resumes from a checkpoint."""
         if checkpoint is None:
             self._note(START, step, **facts)
         else:
@@ -70,21 +70,21 @@ class RunEvents:
         self._since = time.perf_counter()
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """Note that a checkpoint is complete."""
+        """Record that a checkpoint is complete."""
         self._note(CHECKPOINT, step, checkpoint=path.name)
 
     def end(self, step: int) -> None:
-        """Note that training has ended, and was not interrupted."""
+        """Record that training has ended, and was not interrupted."""
         self._note(END, step)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def trained(self, record: PackRecord) -> None:
-        """Keep the record of a trained pack until its optimizer step is taken; only then it counts."""
+        """Keep the record of a trained pack until its optimizer step is taken. Only then does the pack count."""
         self._in_step.append(record)
 
     def take_step(self, step: int) -> tuple[list[PackRecord], Counts]:
-        """Count the packs whose optimizer step has just been taken. Returns them with the counts of the step."""
+        """Count the packs whose optimizer step has just been taken. Returns (records, counts of the step)."""
         # Empty the list before anything can fail: a step that is counted twice would break the account.
         records, self._in_step = self._in_step, []
         counts = self._no_counts()
@@ -92,7 +92,7 @@ class RunEvents:
             record.count_in(counts)
             self._failed_share.count(len(record.sample_ids))
             self.leave_out(record.epoch, record.left_out)
-        # Without packing, the samples of the step would be padded in this order, in batches of the size that was given.
+        # Un-packed, the samples of the step would be padded in this order, in batches of the size that was given.
         lengths = [length for record in records for length in record.lengths]
         counts.num_tokens_unpacked = padded(lengths, self.feed.unpacked_batch_size)
         self.of_epoch.merge(counts)
@@ -100,13 +100,13 @@ class RunEvents:
         self._tokens_of_steps.append(counts.num_tokens)
         if self._packs is not None:
             self._packs.append([_as_line(record, step) for record in records])
-        # After the file is written, so that the file is complete if the run stops here.
+        # Check after the file is written, so that the file is complete if the run stops here.
         self._failed_share.check()
         return records, counts
 
     def note_steps(self, step: int) -> Counts | None:
-        """Note what all ranks trained since the last note. All ranks must call it. Returns None without a step."""
-        if not self._tokens_of_steps:  # the same on all ranks
+        """Record what all ranks trained since the last `steps` event. All ranks must call it. None without a step."""
+        if not self._tokens_of_steps:  # empty on all ranks or on none, because ranks take steps together
             return None
         total = self._no_counts()
         ranks = gathered((self._since_event, self._tokens_of_steps), "what every rank has trained")
@@ -123,7 +123,7 @@ class RunEvents:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock while the run evaluates or saves."""
-        if self._paused_at is not None:  # paused already: an evaluation of several data sets consists of evaluations
+        if self._paused_at is not None:  # paused already: evaluating several data sets nests evaluations
             yield
             return
         self._paused_at = time.perf_counter()
@@ -134,18 +134,18 @@ class RunEvents:
             self._paused_at = None
 
     def _now(self) -> float:
-        """Return the time, or the time of the pause: an evaluation logs a line while the clock is stopped."""
+        """Return the time; while the clock is stopped, the time of the stop, because an evaluation logs a line."""
         return time.perf_counter() if self._paused_at is None else self._paused_at
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Note that an epoch begins or resumes, with the state of the feed, by which a step leads back to its packs."""
+        """Record that an epoch begins or resumes, with the feed's state: it is needed to find the packs of a step."""
         self._note(EPOCH, step, epoch=self.feed.epoch, state=self.feed.state(), **facts)
 
     def list_left_out(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
-        """List what an epoch leaves out, the same on all ranks; stop if the epoch before lost too many rows."""
-        # Fewer rows are enough here than in the middle of an epoch, because a small epoch has no more.
+        """List what the plan of an epoch leaves out. Raises if the epoch before lost too many rows."""
+        # Fewer rows are enough for a verdict than in the middle of an epoch, because a small epoch has no more.
         self._failed_share.check(FEWEST_ROWS_OF_EPOCH)
         if is_master():
             self._left_out_rows.add(epoch, left_out)
@@ -174,7 +174,7 @@ class RunEvents:
             write_json(
                 path, account_json(counts, epoch=epoch) | {"global_step": global_step, "loader_deleted": deleted}
             )
-        # Go on, because the numbers are in the log, and training is worth more than a report.
+        # Continue: the numbers are in the log, and training is worth more than a report.
         except OSError as error:
             logger.warning(
                 f"packing: the report of epoch {epoch} is in the log only, {path} cannot be written: {error}"

@@ -1,4 +1,4 @@
-"""Sort the flags of a training run: packing options, options of ms-swift, and words that nothing takes.
+"""Sort the flags of a training run into packing options, options of ms-swift, and mistakes.
 
 >>> split_flags(["--model", "m", "--packing-length=4096", "--eval_packing"])
 ({'packing_length': '4096', 'eval_packing': 'true'}, ['--model', 'm'])
@@ -6,7 +6,7 @@
 {'model': 'm', 'dataset': ['a.jsonl', 'b.jsonl'], 'streaming': True}
 
 ms-swift finds a wrong flag only after half a minute of imports. Here its flags are read from its source
-(`swift_flags.py`), so a wrong one is refused at once.
+(`swift_flags.py`), so that a wrong flag is refused at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from swift_vlpack.host.swift_flags import flags as flags_of_swift
 from swift_vlpack.words import did_you_mean
 
 OF_TRAINING = (".yaml", ".yml", ".json")
-"""Endings of a training file, by which ms-swift knows it."""
+"""Suffixes by which ms-swift recognizes a training file."""
 OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 
 
 def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Separate packing flags, `--name value`, `--name=value` or a bare `--name` for true, from the others."""
+    """Split a command line into packing options and all other flags.
+
+    A packing flag is `--name value`, `--name=value`, or a bare `--name` for true.
+    """
     known = set(option_names())
     flags: dict[str, str] = {}
     rest: list[str] = []
@@ -52,12 +55,12 @@ def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def option_name(flag: str) -> str:
-    """Return the option that a flag sets, `--a-b=c` as `a_b`; empty for a word that is no flag."""
+    """Return the name of the option that a flag sets, `a_b` for `--a-b=c`; "" for a word that is no flag."""
     return flag.partition("=")[0][2:].replace("-", "_") if flag.startswith("--") else ""
 
 
 def without_options(flags: Sequence[str], names: Collection[str]) -> list[str]:
-    """Leave out the flags of these options, with their values.
+    """Remove the flags of these options, with their values.
 
     >>> without_options(["--model", "m", "--lora-rank=8", "--dataset", "a.jsonl", "b.jsonl"], ("lora_rank", "dataset"))
     ['--model', 'm']
@@ -73,7 +76,7 @@ def without_options(flags: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def as_flags(keys: Mapping[str, Any]) -> list[str]:
-    """Write keys of a training file as ms-swift's flags: a list is several values, a mapping is JSON."""
+    """Write keys of a training file as ms-swift's flags: a list as several values, a mapping as JSON."""
     flags: list[str] = []
     for name, value in keys.items():
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
@@ -82,7 +85,7 @@ def as_flags(keys: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_unknown(keys: Iterable[str], flags: Sequence[str], path: str | None) -> None:
-    """Raise `ConfigError` that names all keys and flags that ms-swift does not have, with what was meant."""
+    """Raise `ConfigError` for keys and flags that ms-swift does not have. It names all, with suggestions."""
     known = flag_names()
     if not known or ignores_errors(flags) or "ignore_args_error" in keys:
         return
@@ -96,7 +99,7 @@ def refuse_unknown(keys: Iterable[str], flags: Sequence[str], path: str | None) 
 
 
 def ignores_errors(flags: Sequence[str]) -> bool:
-    """Tell whether ms-swift was asked to ignore what it does not know."""
+    """Tell whether ms-swift was told to ignore unknown flags (`--ignore_args_error`)."""
     return any(option_name(flag) == "ignore_args_error" for flag in flags)
 
 
@@ -111,9 +114,9 @@ def _meant(name: object, known: Iterable[str]) -> str:
 
 
 def given_options(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the value of every flag, by option: a list where ms-swift takes one, else text, number or true and false.
+    """Return the value of every flag by option: a list if ms-swift takes a list, else a text, number or boolean.
 
-    Raises `ConfigError` for a word that no flag takes, and for a value that the flag does not have.
+    Raises `ConfigError` for a word that no flag takes, and for a value that is not among the flag's choices.
     """
     known = flags_of_swift()
     found: dict[str, list[str]] = {}
@@ -133,7 +136,7 @@ def given_options(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _full_name(name: str, known: Collection[str]) -> str:
-    """Return the option that argparse would take the name for: itself, or the only one that begins with it."""
+    """Return the option that argparse would choose for a name: an equal one, or the only one that begins with it."""
     if name in known:
         return name
     longer = [option for option in known if option.startswith(name)]
@@ -168,7 +171,7 @@ def loose_word(word: str) -> str:
     if path.suffix in (".yaml", ".yml"):
         return f"{word}: give one training file, as the first word; options come after it"
     if path.suffix in OF_DATA:
-        return f"{word} is no training file; name data with --dataset {word}"
+        return f"{word} is not a training file; name data with --dataset {word}"
     if path.is_dir():
         return f"{word} is a folder; name a training file in it ({', '.join(OF_TRAINING)}), or --model {word}"
     return (

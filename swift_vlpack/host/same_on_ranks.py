@@ -1,7 +1,7 @@
 """Stop a run whose ranks differ: in versions, options, parameters, files that rows name, or validation rows.
 
 A rank that differs would hang the run, or silently train another model. Each check gathers plain values of all ranks,
-and raises `RanksDiffer` with what differs:
+and raises `RanksDiffer`, which names what differs:
 
     check_equal("data and versions", {"swift": "4.6.0", ...})
     RanksDiffer: ranks 0 and 1 do not agree on the data and versions: swift: 4.6.0 and 4.5.3. Give all ranks ...
@@ -44,11 +44,11 @@ OF_A_MACHINE_AT_THE_END = ("_token", "_dir", "_num_proc")
 COMPARED_BY_CONTENT = (
     *("model", "dataset", "val_dataset", "custom_dataset_info", "fusion_config", "resume_from_checkpoint"),
 )
-"""Paths that may differ between machines: parameters, rows and checkpoints are compared instead."""
+"""Options with paths that may differ between machines. Parameters, rows and checkpoints are compared instead."""
 NUM_PARAMETERS_NAMED = 3
 NUM_ROWS_NAMED = 3
 NUM_ROWS_OF_STREAM = 16
-"""First rows by which validation rows without a length are compared."""
+"""First rows to compare of validation rows without a length."""
 
 
 class RanksDiffer(VLPackError):
@@ -56,12 +56,12 @@ class RanksDiffer(VLPackError):
 
 
 def check_equal(what: str, mine: Mapping[str, Any]) -> None:
-    """Stop on every rank, naming what differs, unless all ranks have the same."""
+    """Raise `RanksDiffer` on every rank unless all ranks have equal values. All ranks must call it."""
     refuse_differences(what, gathered(dict(mine), what))
 
 
 def refuse_differences(what: str, everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `RanksDiffer`, naming what differs, unless all ranks gave the same values."""
+    """Raise `RanksDiffer`, which names what differs, unless the values of all ranks are equal."""
     first, *others = everyone
     for other, theirs in enumerate(others, start=1):
         if names := differing_fields(first, theirs):
@@ -73,12 +73,12 @@ def refuse_differences(what: str, everyone: Sequence[Mapping[str, Any]]) -> None
 
 
 def check_same_parameters(model: Any, comm: Comm) -> None:
-    """Stop on every rank, naming some of what differs, unless the models have the same parameters to train."""
+    """Raise `RanksDiffer` on every rank unless the models have the same parameters, and train the same ones."""
     mine = {
         name: f"{list(parameter.shape)} {parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
         for name, parameter in model.named_parameters()
     }
-    # Digests first, because the names of all parameters are only needed if something differs.
+    # Compare digests first: the names of all parameters are needed only if something differs.
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
     if len({*comm.results_of_all(lambda: digest)}) == 1:
         return
@@ -97,7 +97,7 @@ def versions() -> dict[str, str]:
 
 
 def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
-    """Return all options of packing and training, without those that may differ between machines.
+    """Return the options of packing and training that must be equal on all ranks.
 
     A rank with other steps or batches would hang the run.
     """
@@ -107,7 +107,7 @@ def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
 
 
 def vars_of(options: Any) -> dict[str, Any]:
-    """Return the values of a dataclass by field, without attributes that were set beside the fields."""
+    """Return the values of a dataclass by field. Other attributes of the object are left out."""
     return {spec.name: getattr(options, spec.name, None) for spec in dataclasses.fields(options)}
 
 
@@ -117,7 +117,7 @@ def _is_common(name: str) -> bool:
 
 
 def content_of(value: Any) -> Any:
-    """Return a value as plain data to compare; a file becomes its digest, because paths may differ between machines."""
+    """Return a value as plain data to compare. A path of a file becomes a digest, because paths may differ."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -148,9 +148,9 @@ def _content_of_text(text: str) -> str:
 
 
 def check_same_files(source: RowSource, comm: Comm) -> None:
-    """Stop on every rank, naming rows, if a file that a row names is missing on some ranks only, or differs in size.
+    """Raise `RanksDiffer` on every rank if a file that a row names is missing on some ranks only, or differs in size.
 
-    Looks at 10,000 rows at most, and compares only sizes: reading every image is the cost that packing avoids.
+    Looks at 10,000 rows at most, and compares only sizes: to read every image is the cost that packing avoids.
     """
     if comm.num_ranks == 1:
         return
@@ -166,12 +166,12 @@ def check_same_files(source: RowSource, comm: Comm) -> None:
         f"files of source {source.name!r}, which {len(differing)} rows name",
         [{named[index]: _said(theirs.get(index, {})) for index in named} for theirs in everyone],
     )
-    # Never go on from here: the digests differ, even if the few rows that are named do not.
+    # Always raise here: the digests differ, even if the few rows that were named do not.
     raise RanksDiffer(f"the ranks do not have the same files of source {source.name!r}. Give all ranks the same files")
 
 
 def check_same_validation(rows: Any, comm: Comm) -> None:
-    """Stop on every rank unless all have the same validation rows; comparing plans does not cover them."""
+    """Raise `RanksDiffer` on every rank unless all have the same validation rows, which no plan covers."""
     if comm.num_ranks == 1:
         return
     refuse_differences("validation rows", comm.results_of_all(lambda: _validation(rows)))

@@ -1,6 +1,6 @@
-"""List every name of ms-swift that packing replaces or calls, and check them before anything is changed.
+"""List every name of ms-swift that packing replaces or calls, and check these names before anything is changed.
 
-A release of ms-swift that moved one of them gives one clear error, not a run that goes wrong.
+If a release of ms-swift moves one of them, the user gets one clear error, not a run that goes wrong.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.utils", "parse_args", "argv"),
     )
 )
-"""Module, name, and the parameters that it must take."""
+"""(module, name, parameters that the name must have) of everything that packing replaces or calls."""
 
 
 class UnsupportedSwift(VLPackError):
@@ -79,7 +79,7 @@ def check_seam() -> None:
         import swift
 
         raise UnsupportedSwift(
-            f"ms-swift {swift.__version__} has moved what packing holds on to: {'; '.join(missing)}. "
+            f"ms-swift {swift.__version__} has moved what packing relies on: {'; '.join(missing)}. "
             f"Tested with {TESTED}; install one of these, or run with --packing false"
         )
 

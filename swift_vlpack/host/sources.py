@@ -1,9 +1,10 @@
-"""Load the rows of all sources by ms-swift's own loader, with the number that each row has in its file.
+"""Load the rows of all sources with ms-swift's own loader, and keep the number of each row in its file.
 
 `load_dataset` draws `#N`, validation rows and orders for one data set after the other from one stream of random
-numbers. So it is called once, as plain `swift sft` calls it, and its result is divided into sources again. Meanwhile
-every source is registered with ms-swift under a name of this run, with its `preprocess_func` and loader wrapped: the
-first notes which rows of the file are there, the second gives every row its place among the rows of all sources.
+numbers. So it is called once for all, as plain `swift sft` calls it, and its result is divided into sources again.
+During the call, every source is registered with ms-swift under a temporary name, with its `preprocess_func` and loader
+wrapped. The wrapped `preprocess_func` records the rows of the file that are left, and the wrapped loader numbers the
+rows of all sources.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ logger = get_logger()
 
 PLACE = "vlpack_place"
 NUM_LOST_NAMED = 20
-"""How many deleted rows the log names; `left_out.jsonl` lists all of them."""
+"""Most deleted rows that the log names; `left_out.jsonl` lists all of them."""
 
 
 @dataclass(kw_only=True, eq=False)
 class _Loading:
-    """One source while ms-swift loads it."""
+    """A source while ms-swift loads it, and what is recorded about it meanwhile."""
 
     spec: SourceSpec
     name: str
@@ -59,29 +60,29 @@ class _Loading:
 
     @property
     def origin(self) -> str:
-        """The full path of the local file or folder, otherwise the name on the hub."""
+        """Return the full path of the local file or folder, otherwise the name on the hub."""
         name = self.meta.dataset_path or self.syntax.dataset
         return os.path.abspath(name) if os.path.exists(name) else name
 
     @property
     def numbers(self) -> NDArray[np.int64] | None:
-        """The number of each loaded row among all rows that were read; None if that is not known."""
+        """Return the number of each loaded row among all rows that were read; None if that is not known."""
         read = np.cumsum([0, *(call.num_read for call in self.calls)])
         found = [
             first + call.numbers for first, call in zip(read, self.calls, strict=False) if call.numbers is not None
         ]
         is_known = len(found) == len(self.calls) and sum(map(len, found)) == self.num_rows
-        # A data set's own loader may do anything to the rows after the preprocessing.
+        # Trust the numbers only with ms-swift's standard loader: another one may change rows after preprocessing.
         return np.concatenate(found) if is_known and found and self.meta.loader is DatasetLoader else None
 
     @property
     def num_read(self) -> int:
-        """Number of rows in the file."""
+        """Return the number of rows in the file."""
         return sum(call.num_read for call in self.calls)
 
 
 def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfDataset | None]:
-    """Load the training sources, and the validation rows or None: the rows that plain `swift sft` would have."""
+    """Load the training sources and the validation rows (or None): the same rows as plain `swift sft`."""
     cached = cached_sources(args, config)
     if not (args.dataset or config.fusion_config):
         return _after(cached, []), _validation(args) if args.val_dataset else None
@@ -104,7 +105,7 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
     places = column(train, PLACE)
     train = train.remove_columns(PLACE)
     sources = [_source(one, train, places, loading, _deleted_rows(one)) for one in loading]
-    if config.fusion_config:  # no un-packed run draws from it, so rows have no place there
+    if config.fusion_config:  # no un-packed run has a fusion_config, so rows have no place in one
         sources = [replace(source, places=None) for source in sources]
     return _after(cached, sources), val_dataset
 
@@ -121,7 +122,7 @@ def _after(cached: list[RowSource], sources: list[RowSource]) -> list[RowSource]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DrawnRows:
-    """Rows in the order in which ms-swift drew them, and the sources that they are from."""
+    """Rows in the order in which ms-swift drew them, and their sources."""
 
     rows: HfDataset
     """All rows, with all columns."""
@@ -130,7 +131,7 @@ class DrawnRows:
 
 
 def load_drawn(args: Any) -> tuple[DrawnRows | None, DrawnRows | None]:
-    """Load training and validation rows as `args.load_dataset()` does, in its order; None for what is not there."""
+    """Load training and validation rows as `args.load_dataset()` does, in its order; None if there are none."""
     train = val = None
     if args.dataset:
         options = {"split_dataset_ratio": args.split_dataset_ratio, "shuffle": args.dataset_shuffle}
@@ -142,14 +143,14 @@ def load_drawn(args: Any) -> tuple[DrawnRows | None, DrawnRows | None]:
 
 
 def _drawn(datasets: list[str], options: dict[str, Any]) -> list[DrawnRows | None]:
-    """Load data sets. Returns the training rows and the validation rows that ms-swift divides them into."""
+    """Load data sets. Returns [training rows, validation rows], as ms-swift divides them."""
     with _errors_in_one_line(datasets), _registered(specs_of(datasets), options.get("use_hf")) as loading:
         both = load_dataset([_dataset_argument(one) for one in loading], **options)
     lost = [_deleted_rows(one) for one in loading]
     found: list[DrawnRows | None] = []
     for rows in both:
         found.append(None if rows is None else _divided(rows, loading, lost))
-        # The first part that has rows of a source lists its deleted rows, so that none is listed twice.
+        # Only the first of both that has rows of a source lists its deleted rows, so that none is listed twice.
         names = set() if found[-1] is None else {source.name for source in found[-1].sources}
         lost = [known and [] if one.spec.name in names else known for one, known in zip(loading, lost, strict=True)]
     return found
@@ -177,7 +178,7 @@ def load_stream(args: Any, template: Any) -> tuple[StreamedRows, Any]:
 
 
 def _validation(args: Any) -> Any:
-    """Load `--val_dataset`, always sized: every evaluation is over the same rows, and ends."""
+    """Load `--val_dataset`, even of a stream as a list: every evaluation has to be over the same rows, and to end."""
     with _errors_in_one_line(args.val_dataset):
         _, rows = load_dataset(
             args.val_dataset, split_dataset_ratio=1.0, shuffle=args.val_dataset_shuffle, **args.get_dataset_kwargs()
@@ -187,7 +188,7 @@ def _validation(args: Any) -> Any:
 
 @contextmanager
 def _errors_in_one_line(datasets: Sequence[str]) -> Iterator[None]:
-    """Turn an error of loading into one line that names the broken line of a file, or what cannot be loaded."""
+    """Turn an error of loading into one line that names the broken line of a file, or the data set."""
     datasets = list(map(str, datasets))
     try:
         with said_by_swift("cannot load the data", datasets):
@@ -207,20 +208,20 @@ def _errors_in_one_line(datasets: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _registered(specs: Sequence[SourceSpec], use_hf: bool | None) -> Iterator[list[_Loading]]:
-    """Register every source under a name of this run, while this is open; yields what is noted as they are loaded."""
+    """Register every source under a temporary name inside this block. Yields the records of their loading."""
     loading = [_looked_up(spec, f"vlpack-source-{number}", use_hf) for number, spec in enumerate(specs)]
     for number, one in enumerate(loading):
         DATASET_MAPPING[one.name] = _numbered_meta(one, loading[:number])
     try:
         yield loading
-    # Also if loading fails, because another run in the same process must not find these names.
+    # Remove the names even if loading fails: another run in the same process must not find them.
     finally:
         for one in loading:
             del DATASET_MAPPING[one.name]
 
 
 def _looked_up(spec: SourceSpec, name: str, use_hf: bool | None) -> _Loading:
-    """Look up a data set by ms-swift's own rules: by name, by id or path, or as one that is not registered."""
+    """Look up a data set by ms-swift's rules: a registered name, else an id or a path that is not registered."""
     syntax = DatasetSyntax.parse(spec.dataset)
     if syntax.dataset in DATASET_MAPPING:
         return _Loading(spec=spec, name=name, meta=DATASET_MAPPING[syntax.dataset], syntax=syntax)
@@ -234,7 +235,7 @@ def _looked_up(spec: SourceSpec, name: str, use_hf: bool | None) -> _Loading:
 
 
 def _dataset_argument(one: _Loading) -> str:
-    """Write a source as `--dataset` takes it, under its name of this run."""
+    """Write a source as `--dataset` takes it, with its temporary name."""
     hub = {True: "hf::", False: "ms::", None: ""}[one.syntax.use_hf]
     subsets = f":{'/'.join(one.syntax.subsets)}" if one.syntax.subsets else ""
     sample = "" if one.syntax.dataset_sample is None else f"#{one.syntax.dataset_sample}"
@@ -242,8 +243,8 @@ def _dataset_argument(one: _Loading) -> str:
 
 
 def _numbered_meta(one: _Loading, before: Sequence[_Loading]) -> DatasetMeta:
-    """Return the description of the same data set with its preprocessing and loader wrapped, to note into `one`."""
-    # A copy, because everything that is loaded in this process shares ms-swift's registry.
+    """Return the description of a data set with its preprocessing and loader wrapped: they record into `one`."""
+    # Copy the description, because everything that is loaded in this process shares ms-swift's registry.
     meta = copy.copy(one.meta)
     meta.preprocess_func = NumberedPreprocess(meta.preprocess_func, one.calls)
     meta.subsets = [copy.copy(subset) for subset in meta.subsets]
@@ -263,7 +264,9 @@ def _numbered_meta(one: _Loading, before: Sequence[_Loading]) -> DatasetMeta:
 
 def _with_places(rows: HfDataset, one: _Loading, before: Sequence[_Loading]) -> HfDataset:
     if len(rows) == 0:  # ms-swift would divide by zero
-        raise DataError(f"source {one.spec.name!r} ({one.spec.dataset}): no usable row in it")
+        raise DataError(
+            f"source {one.spec.name!r} ({one.spec.dataset}) has no usable row: ms-swift found none, or deleted all"
+        )
     one.first = sum(loaded.num_rows for loaded in before)
     one.num_rows = len(rows)
     one.columns = tuple(rows.column_names)
@@ -272,7 +275,7 @@ def _with_places(rows: HfDataset, one: _Loading, before: Sequence[_Loading]) -> 
 
 
 def _rows_of(one: _Loading, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Find the rows of a source among rows from these places."""
+    """Return the indices of a source's rows among rows with these places."""
     return np.flatnonzero((places >= one.first) & (places < one.first + one.num_rows))
 
 
@@ -283,9 +286,10 @@ def _source(
     everything: Sequence[_Loading],
     lost: list[int] | None,
 ) -> RowSource:
-    """Make a source of its rows among all loaded rows, in the order in which ms-swift drew them.
+    """Make a `RowSource` of the rows of one source, in the order in which ms-swift drew them.
 
-    `lost` are the rows of its file that the loader deleted; None if that cannot be known.
+    `train` and `places` are the rows of all sources and their places. `lost` are the rows of the file that the loader
+    deleted; None if that cannot be known.
     """
     spec = one.spec
     here = _rows_of(one, places)
@@ -312,7 +316,7 @@ def _source(
 
 
 def _columns_of_others(one: _Loading, rows: HfDataset, everything: Sequence[_Loading]) -> list[str]:
-    """Return the empty columns that rows have only because another source has them."""
+    """Return the columns that are there, and empty, only because another source has them."""
     others = {column for other in everything for column in other.columns} - set(one.columns)
     return [column for column in rows.column_names if column in others]
 

@@ -1,11 +1,10 @@
-"""Save how far a run has trained its data, and resume from there.
+"""Save how far a run has trained its data, and load that state to resume.
 
     vlpack_state.json         fingerprint (data, options, objective) and progress of all ranks, in a signed envelope
-    vlpack_state_rankN.json   states of the dataloader workers of a rank; only of data that is packed as it comes
+    vlpack_state_rankN.json   states of the dataloader workers of a rank; only of streamed packs
     vlpack_rows.npz           sizes of all rows as they were planned, and digests of their content
 
-`vlpack_state.json` is the last file of a checkpoint to be written, whole or not at all, so a checkpoint that has it is
-complete.
+`vlpack_state.json` is written last, whole or not at all, so a checkpoint that has it is complete.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
 _STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str, "files": RECORDS}
 STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
-"""The shape of a saved state, by the kind of its feed."""
+"""Shapes of saved states, by the kind of feed."""
 
 
 class StateNotSaved(VLPackError):
-    """The state of a checkpoint could not be written; the run can only resume from an earlier checkpoint."""
+    """The state of a checkpoint could not be written, so the run can only resume from an earlier checkpoint."""
 
 
 def save_rank_state(checkpoint: Path, rank: int, global_step: int, state: Mapping[str, Any]) -> None:
-    """Write the progress of a rank, before the state that marks the checkpoint as complete."""
+    """Write the progress of a rank. `save_state` comes later and marks the checkpoint as complete."""
     fingerprint = {"rank": rank, "global_step": global_step}
     _write_state(checkpoint / RANK_FILE.format(rank), seal("progress", fingerprint, state))
 
@@ -66,9 +65,9 @@ def load_rank_state(checkpoint: Path, rank: int, global_step: int) -> dict[str, 
 def save_state(
     checkpoint: Path, kind: str, fingerprint: Mapping[str, Any], state: Mapping[str, Any], rows: RunRows | None = None
 ) -> None:
-    """Write the state of the data into a checkpoint that is otherwise complete."""
+    """Write the feed's state into a checkpoint whose other files are all written."""
     content = b"" if rows is None else rows.as_file()
-    # The rows first: the state has their digest, and marks that everything else is there.
+    # Write the rows first: the state has their digest, and marks that everything else is there.
     if rows is not None:
         with _named(checkpoint / ROWS_FILE):
             write_whole(checkpoint / ROWS_FILE, content)
@@ -82,12 +81,12 @@ def _write_state(path: Path, sealed: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn an error of writing into `StateNotSaved`, which names the file and says what to do."""
+    """Turn an `OSError` of writing into `StateNotSaved`, which names the file and says what to do."""
     try:
         yield
     except OSError as error:
         raise StateNotSaved(
-            f"{path} cannot be written: {error}. This checkpoint cannot be resumed from; mend the output "
+            f"{path} cannot be written: {error}. This checkpoint cannot be resumed from; repair the output "
             "directory (is the disk full?) and resume from an earlier one"
         ) from error
 
@@ -109,10 +108,10 @@ def refused(path: Path, why_missing: str = "") -> Iterator[None]:
 def load_state(
     checkpoint: Path, kind: str, fingerprint: Mapping[str, Any], rows: RunRows | None = None
 ) -> dict[str, Any] | None:
-    """Read the state of a checkpoint; None if the data shall start anew. Raises if the fingerprints differ.
+    """Read the state of a checkpoint; None if the user wants the data to start anew.
 
-    A planned run keeps its plan: `rows` take over the saved sizes. So a row whose file is gone since is left out when
-    it is loaded, and a row whose file came back stays out.
+    Raises `StateMismatch` if the fingerprints differ. A planned run keeps its plan: `rows` take over the saved sizes.
+    So a row whose file has gone since is left out when it is loaded, and a row whose file came back stays out.
     """
     if wants_restart(os.environ):
         logger.warning(f"{RESUME_DATA}={RESTART}: the data starts anew, at the first pack of epoch 0")
@@ -121,7 +120,7 @@ def load_state(
     then, state = read_state(checkpoint, kind)
     saved = load_rows(checkpoint, state) if rows else []
     changed = rows.compared(saved) if rows else None
-    # If missing or returned files explain every size that differs, the saved sizes are used, so they are no difference.
+    # If only sizes changed, and missing or returned files explain all of these, resume with the saved sizes.
     takes_sizes = "lengths" in fingerprint and changed is not None and not changed.texts and not changed.sizes
     current = {**fingerprint, "lengths": then.get("lengths")} if takes_sizes else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
@@ -138,7 +137,7 @@ def load_state(
 
 
 def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read fingerprint and state as they were saved, without comparing them with the run."""
+    """Read (fingerprint, state) as they were saved, without comparing them with the run."""
     saved = read_envelope(checkpoint, kind)
     return saved["fingerprint"], saved["state"]
 
@@ -167,17 +166,17 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:
-    """Read the rows as they were planned; `state` is that of the same checkpoint."""
+    """Read the rows as they were planned. `state` is the state of the same checkpoint, which has their digest."""
     path, digest = checkpoint / ROWS_FILE, state["rows"]
     with refused(path, "every checkpoint has one, so copy it with the rest"):
         content = path.read_bytes()
         if digest_of(content) != digest:
-            raise StateMismatch("damaged: it is not the file that was written with the state beside it")
+            raise StateMismatch(f"damaged: it is not the file that was written together with {FILE}")
         return from_bytes(content)
 
 
 def _warn_of_files(changed: Changes) -> None:
-    """Name rows whose files are gone, or came back, since the checkpoint was written."""
+    """Warn of rows whose files have gone or come back since the checkpoint was written."""
     if changed.gone and is_master():
         logger.warning(
             f"{changed.gone.num_rows} rows that were planned cannot be read any more; their packs go on without them: "
@@ -190,9 +189,9 @@ def _warn_of_files(changed: Changes) -> None:
 
 
 def wants_restart(environ: Mapping[str, str]) -> bool:
-    """Return whether the data shall start anew although training resumes from a checkpoint."""
+    """Tell whether the user wants the data to start anew although training resumes (`VLPACK_RESUME_DATA`)."""
     given = environ.get(RESUME_DATA, "")
-    wish = given.strip().lower()  # as forgiving as options are
+    wish = given.strip().lower()  # options ignore case and spaces, too
     if wish not in ("", RESTART):
         raise ConfigError(f"{RESUME_DATA} can only be {RESTART}, got {given!r}; without it the data resumes")
     return wish == RESTART

@@ -1,4 +1,4 @@
-"""Read the flags of `swift sft` and `swift pt` from source, in a moment: importing ms-swift takes ten seconds.
+"""Read the flags of `swift sft` and `swift pt` from source, because importing ms-swift takes ten seconds.
 
 ms-swift makes a flag of every field of the dataclass `SftArguments` and its bases, here and in transformers; `swift pt`
 adds none.
@@ -18,7 +18,7 @@ _OF_FIELD = re.compile(r" {4}(\w+) ?\(.*?\):(?: (.*)|$)")
 
 
 class _Lost(Exception):
-    """The source of ms-swift or transformers is not laid out as this module expects."""
+    """The source of ms-swift or transformers is not organized as this module expects."""
 
 
 class _Place(NamedTuple):
@@ -34,7 +34,7 @@ class Flag(NamedTuple):
     annotation: ast.expr
     default: ast.expr | None
     text: str
-    """What the docstring of the class says of it; empty where that says nothing."""
+    """The flag's text in the docstring of the class; "" if it has none."""
 
     @property
     def takes_list(self) -> bool:
@@ -43,7 +43,7 @@ class Flag(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the only values that the flag takes, as they are typed; empty if it takes any."""
+        """Return the only values that the flag takes, as a user types them; empty if it takes any value."""
         if not re.match(r"(?:Optional\[)?Literal\[", ast.unparse(self.annotation)):
             return ()
         return tuple(str(part.value) for part in ast.walk(self.annotation) if isinstance(part, ast.Constant))
@@ -65,7 +65,7 @@ def flags() -> dict[str, Flag]:
 
 @cache
 def tuner_types() -> frozenset[str]:
-    """Read the values of `--tuner_type` that need no plugin; empty if this ms-swift is laid out in another way."""
+    """Read the values of `--tuner_type` that need no plugin; empty if this ms-swift is organized differently."""
     try:
         built_in = _tree(_place("swift.arguments.base_args.base_args").path)
         mapped = _tree(_place("swift.tuner_plugin.mapping").path)
@@ -91,7 +91,7 @@ def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
 
 
 def _texts(docstring: str) -> dict[str, str]:
-    """Return what a docstring in the style of Google or Hugging Face says of each field, without its lists.
+    """Return the text about each field in a docstring of Google's or Hugging Face's style, without bullet lists.
 
     >>> _texts("Args:\\n    rate (float): How\\n        fast.\\n        - as a list\\n    steps (int): How many.")
     {'rate': 'How fast.', 'steps': 'How many.'}
@@ -123,7 +123,7 @@ def _class(module: str, name: str) -> tuple[_Place, ast.ClassDef]:
     for line in tree.body:
         if isinstance(line, ast.ClassDef) and line.name == name:
             return place, line
-    for node in ast.walk(tree):  # a lazy package imports where only a type checker looks
+    for node in ast.walk(tree):  # a lazy package has its imports under `if TYPE_CHECKING`
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
@@ -146,7 +146,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _place(module: str) -> _Place:
-    """Find a module by its name: letting Python look for it would import the packages above it."""
+    """Find a module's file by its name. Python's own search would import the packages above it."""
     top, *rest = module.split(".")
     return _Place(module, source_file(top, *rest))
 

@@ -1,7 +1,7 @@
 """Check, before anything is loaded, that all ranks have the same options and the same undamaged checkpoint.
 
-This is the earliest point at which ranks can talk to each other. A rank that differs would load another model, hang the
-run, or silently train on its own.
+This is the earliest point at which ranks can exchange data. A rank that differs would load another model, hang the run,
+or silently train on its own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = get_logger()
 OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero")
 """Fields of `trainer_state.json` that may differ between nodes, because they hold times and paths."""
 PREFIX = "vlpack_"
-"""Prefix of our own files in a checkpoint. If the data starts anew, these are not read, so they may be damaged."""
+"""Prefix of our own files in a checkpoint. If the data starts anew, they are not read, so they may be damaged."""
 NUM_DAMAGES_NAMED = 5
 
 
 def start_together(args: Any) -> None:
-    """Stop on every rank, naming what differs or is damaged, before a model is loaded."""
+    """Raise on every rank if ranks differ or the checkpoint is damaged, before a model is loaded."""
     config = packing_config(args)
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else None
@@ -44,7 +44,7 @@ def start_together(args: Any) -> None:
     if checkpoint is not None and not args.resume_only_model:
         check_deepspeed(checkpoint, args.deepspeed, RanksOfRun())
     if checkpoint is not None and saved is not None:
-        # Compared here already, because a checkpoint of other parameters could not even be loaded into the model.
+        # Compare objectives now: a checkpoint with other parameters could not even be loaded into the model.
         objective = {**config.objective(), **objective_of(args)}
         then = {name: value for name, value in saved["fingerprint"].items() if name in objective}
         try:
@@ -54,7 +54,7 @@ def start_together(args: Any) -> None:
             if needs_state:
                 raise
             if is_master():
-                logger.warning(f"the data starts anew, and the optimizer goes on, with another objective: {error}")
+                logger.warning(f"the data starts anew and the optimizer continues, with another objective: {error}")
 
 
 def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> dict[str, Any] | None:
@@ -68,7 +68,7 @@ def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool =
 
 
 def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the facts that must be equal on all ranks, and our saved state; None if there is no saved state."""
+    """Return (facts that must be equal on all ranks, our saved state or None)."""
     if checkpoint is None:
         return {"--resume_from_checkpoint": "not given"}, None
     trainer_state = read_trainer_state(checkpoint)
@@ -87,7 +87,7 @@ def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any
 
 def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm, *, needs_state: bool) -> None:
     if records is not None and not are_replaced(os.environ):
-        _refuse(damages(checkpoint, records, comm), f"; where you replaced a file on purpose, set {RESUME_FILES}="
+        _refuse(damages(checkpoint, records, comm), f"; if you replaced a file on purpose, set {RESUME_FILES}="
                 f"{REPLACED}")  # fmt: skip
         return
     if records is not None and is_master():
@@ -123,9 +123,9 @@ def _refuse(found: Sequence[str], further_way_out: str = "") -> None:
 
 
 def are_replaced(environ: Mapping[str, str]) -> bool:
-    """Return whether the user says that files of the checkpoint were replaced on purpose (`VLPACK_RESUME_FILES`).
+    """Tell whether files of the checkpoint were replaced on purpose, as the user says with `VLPACK_RESUME_FILES`.
 
-    Raises `ConfigError` for a value that the variable cannot have.
+    Raises `ConfigError` for an invalid value of the variable.
     """
     given = environ.get(RESUME_FILES, "")
     wish = given.strip().lower()

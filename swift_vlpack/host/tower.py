@@ -1,11 +1,11 @@
-"""Let a rank whose pack has no image train beside ranks whose packs have images.
+"""Let a rank whose pack has no image train together with ranks whose packs have images.
 
-DDP            waits for the gradient of every parameter, unless it looks which of them were used
-FSDP, ZeRO-3   gather the parameters of a layer when a rank enters it; a rank that enters none lets the others wait
+DDP            waits for the gradient of every parameter, unless it finds out which of them were used FSDP, ZeRO-3
+gather the parameters of a layer when a rank enters it; if one rank does not enter, the others wait forever
 
-So ms-swift shows the vision tower an empty image, and counts its features 0 times, where a pack has no image. Some of
-its templates do that always, others under DeepSpeed only. FSDP needs the same. Where no template does it, a run is
-stopped before its ranks would wait.
+So for a pack without images, ms-swift passes an empty image through the vision tower, and multiplies its features by 0.
+Some of its templates always do that, others only under DeepSpeed. FSDP needs it as well. If no template does it, the
+run is stopped before its ranks would wait.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from swift_vlpack.proof.perturb import kinds_of_media
 from swift_vlpack.rows.randomness import RandomStream
 
 _ASKED = "is_deepspeed_enabled"
-"""The function that modules of ms-swift ask before they show the tower an empty image."""
+"""The function that modules of ms-swift call to decide whether to pass an empty image through the tower."""
 _MODULES = ("swift.template.", "swift.model.")
 _FSDP = "ACCELERATE_USE_FSDP"
-"""The variable by which ms-swift, accelerate and transformers know of FSDP."""
+"""The variable by which ms-swift, accelerate and transformers recognize FSDP."""
 
 
 def tolerate_packs_without_images(model: Any, training_args: Any) -> None:
-    """Let packs without images train beside others under DDP and FSDP; ms-swift itself does under DeepSpeed.
+    """Let packs without images train under DDP and FSDP. Under DeepSpeed, ms-swift takes care of them.
 
-    transformers does not let DDP look which parameters were used under gradient checkpointing, because the reentrant
-    kind cannot do it; ms-swift uses the other kind under DDP.
+    With gradient checkpointing, transformers keeps DDP from finding out which parameters were used, because the
+    reentrant kind does not allow it. ms-swift uses the other kind under DDP, so it is switched on here.
     """
     checkpointing = training_args.gradient_checkpointing_kwargs or {}
     if (
@@ -62,9 +62,9 @@ def _trains_vision(model: Any) -> bool:
 
 
 def _enter_tower_under_fsdp() -> None:
-    """Let ms-swift's templates and models do under FSDP what they do under DeepSpeed. Calling it again changes nothing.
+    """Let ms-swift's templates and models do under FSDP what they do under DeepSpeed. Idempotent.
 
-    Only where they enter the tower: the name is replaced in their modules, not in `swift.utils`, which trainers ask.
+    The function is replaced in the modules of templates and models only, not in `swift.utils`, which trainers use.
     """
     for name, module in list(sys.modules.items()):
         asked = getattr(module, _ASKED, None) if name.startswith(_MODULES) else None
@@ -80,13 +80,13 @@ def _or_fsdp(is_deepspeed_enabled: Any) -> Any:
     return is_sharded
 
 
-# -- towers that are entered for media alone -------------------------------------------------------------------------
+# -- towers that only packs with media enter -------------------------------------------------------------------------
 
 
 def towers_skipped(trainer: Any) -> list[str]:
     """Return the vision towers that a sequence without media does not enter; none unless parameters are sharded.
 
-    All ranks call it, because it runs such a sequence through the model as it trains. Nothing stays behind.
+    All ranks must call it, because it runs such a sequence through the model as it trains. It changes nothing.
     """
     names = getattr(trainer.model_meta.model_arch, "vision_tower", ())
     if num_ranks() == 1 or not names or not _is_sharded(trainer):
@@ -97,9 +97,9 @@ def towers_skipped(trainer: Any) -> list[str]:
 
 
 def towers_not_entered(model: Any, names: Iterable[str], run: Callable[[], None]) -> list[str]:
-    """Run something, and return which of these modules of the model it did not enter."""
+    """Call `run`, and return the names of those modules of the model that it did not enter."""
     entered: set[str] = set()
-    # A family can have towers that a model of it lacks: Gemma 4 without sounds.
+    # A model may lack a tower of its family, such as Gemma 4 without sounds.
     towers = {name: tower for name in names if (tower := deep_getattr(model, name)) is not None}
     handles = [
         tower.register_forward_pre_hook(lambda *_, name=name: entered.add(name)) for name, tower in towers.items()
@@ -126,7 +126,7 @@ def _run_without_media(trainer: Any) -> None:
 def refuse_unlike_media(batches: Sequence[Mapping[str, Any]], towers: Sequence[str], comm: Comm, verb: str) -> None:
     """Stop on every rank if, in one step, batches that ranks train at the same time have media of other kinds.
 
-    Otherwise the ranks would wait for each other for ever: some in the tower, others behind it.
+    Otherwise the ranks would wait for each other forever, some in the tower and some after it.
     """
     kinds = [sorted(kinds_of_media(dict(batch))) for batch in batches]
     for other, theirs in enumerate(everyone := comm.results_of_all(lambda: kinds)):

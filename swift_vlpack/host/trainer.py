@@ -1,10 +1,11 @@
 """Train packs with ms-swift's trainer: one sequence is one batch.
 
-The feed knows the data and how it is packed; the trainer asks the feed and knows no mode (`feed/feed.py`):
+The feed knows the data and how it is packed. The trainer asks the feed, and works alike for every kind of feed
+(`feed/feed.py`):
 
     train      feed.begin(epoch) -> feed.loader(...) -> training_step(batch) -> count_step -> feed.consumed(records)
     save       ms-swift's checkpoint, then feed.state() marks it as complete
-    resume     feed.restore(state), then the trainer's own epochs and steps follow from what is left
+    resume     feed.restore(state), then the trainer's epochs and steps are computed from what is left
 
 A pack counts as trained when its optimizer step is taken. Only counted packs are saved, logged and reported.
 """
@@ -68,7 +69,7 @@ logger = get_logger()
 
 
 class PackingTrainer(EvaluatesRows):
-    """ms-swift's trainer for a feed, which it gets as `train_dataset`."""
+    """Train a feed, which ms-swift passes as `train_dataset`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         training_args = kwargs["args"]
@@ -76,7 +77,7 @@ class PackingTrainer(EvaluatesRows):
         self.events = RunEvents(self.feed, training_args.output_dir, training_args.process_index)
         self.checkpoint_resumed: Path | None = None
         self._fingerprint: dict[str, Any] = {}
-        self._global_step_before: int | None = None  # the step of the checkpoint that is resumed
+        self._global_step_before: int | None = None  # the step of the checkpoint from which the run resumes
         self._is_saving = False  # True while a checkpoint is written
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
@@ -95,7 +96,8 @@ class PackingTrainer(EvaluatesRows):
         smoother: Any = self.label_smoother  # type: ignore[has-type]
         if smoother is not None:
             self.label_smoother = MeanOfStep(smoother)
-        # ms-swift sets one worker for data without a length, because its workers would all read all rows.
+        # Undo ms-swift's setting: it takes one worker for data without a length, because its workers would all read all
+        # rows.
         training_args.dataloader_num_workers = num_workers
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -104,8 +106,8 @@ class PackingTrainer(EvaluatesRows):
         return collator_of(args, template, self.feed.seed)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
-        """Return the loader of this rank's packs, one for all epochs. A resumed feed itself skips what was trained."""
-        if skip_batches:
+        """Return the loader of this rank's packs, one for all epochs."""
+        if skip_batches:  # a resume: the feed itself skips what was trained
             return self.callback_handler.train_dataloader
         args = self.args
         options = {
@@ -123,13 +125,13 @@ class PackingTrainer(EvaluatesRows):
         return self.feed.loader(args.process_index, PackLoader, ranks=ranks, device=self.accelerator.device, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of one optimizer step. Before the first step, one of its batches is proved."""
+        """Return the batches of one optimizer step. Before the first step, prove isolation on one of its batches."""
         num_batches = next(self._sequences_of_steps, num_batches)
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
         self._refuse_to_wait(batches, "train")
-        # Left on the device, because reading the number would wait for the device; only log lines need it.
+        # Leave the number on the device: to read it would wait for the device, and only log lines need it.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if not self.is_first_batch_proved:
             self.is_first_batch_proved = True
@@ -139,14 +141,14 @@ class PackingTrainer(EvaluatesRows):
         return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
 
     def _refuse_to_wait(self, batches: list[Any], verb: str) -> None:
-        """Stop if a rank with an image would enter sharded layers that a rank without one does not enter."""
+        """Raise if a rank with an image would enter sharded layers that a rank without an image does not enter."""
         if verb not in self._towers_skipped:
             self._towers_skipped[verb] = towers_skipped(self)
         if towers := self._towers_skipped[verb]:
             refuse_unlike_media(batches, towers, RanksOfRun(), verb)
 
     def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the weighed batches of one optimizer step. The feed may fill up the last step of an epoch."""
+        """Return the batches of one optimizer step, weighed by `packing_loss`. The feed fills up the last step."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
@@ -215,7 +217,7 @@ class PackingTrainer(EvaluatesRows):
         metrics["pack/images"].update(float(record.num_images))
 
     def _show_share(self, name: str, part: int, whole: int) -> None:
-        """Log a share of tokens. A mean over packs would over-weight short packs."""
+        """Log a token-weighted share; a mean over packs would over-weight short packs."""
         metric = self.custom_metrics["train"][name]
         metric.state += part
         metric.count += whole
@@ -223,7 +225,7 @@ class PackingTrainer(EvaluatesRows):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute ms-swift's loss; 0 for a sequence without a target, because a mean over nothing would be NaN."""
+        """Compute ms-swift's loss. It is 0 for a sequence without a target, where a mean would be NaN."""
         labels = inputs.get("labels")
         if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -235,15 +237,15 @@ class PackingTrainer(EvaluatesRows):
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
         """Let ms-swift drop logits without a target, unless it smooths labels without shifting them.
 
-        Then the last target of a sample would be compared with the first logits of the next sample; not so in a padded
-        batch.
+        In that case the last target of a sample would be compared with the first logits of the next sample. That cannot
+        happen in a padded batch.
         """
         is_batch = self.is_evaluating and self._pack_evaluated is None
         if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
             super().prepare_logits_to_keep(inputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add speed and targets to a log line. Its last line counts samples a second; ms-swift would count packs."""
+        """Add speed and targets to a log line. In the last line, count samples a second; ms-swift counts packs."""
         counts = self.events.note_steps(self.state.global_step)
         if "loss" in logs and counts is not None:
             supervised = self._over_ranks(torch.stack(self._supervised).sum())
@@ -264,7 +266,7 @@ class PackingTrainer(EvaluatesRows):
     # -- epochs -----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, after checking that all ranks have the same data. A resume goes on with the next pack."""
+        """Train, after a check that all ranks have the same data. A resume continues with the next pack."""
         self._fingerprint = self.feed.fingerprint()
         check_equal("data and versions", {**versions(), **self._fingerprint})
         check_same_parameters(self.model, RanksOfRun())
@@ -272,7 +274,7 @@ class PackingTrainer(EvaluatesRows):
         if resume_from_checkpoint:
             self.checkpoint_resumed = Path(resume_from_checkpoint)
             self._resume(self.checkpoint_resumed)
-        with waiting("training"):  # so that a failing rank tells the others why
+        with waiting("training"):  # lets a failing rank tell the others why
             trained = super().train(resume_from_checkpoint, *args, **kwargs)
         leave_at_exit()
         return trained
@@ -280,7 +282,7 @@ class PackingTrainer(EvaluatesRows):
     def _run_epoch(
         self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
     ) -> None:
-        """Train one epoch. The rest of a resumed epoch can have more steps than the trainer computed, or fewer."""
+        """Train one epoch. A resumed epoch can have more or fewer steps left than the trainer computed."""
         start = self.feed.begin(epoch)
         self.events.list_left_out(epoch, start.left_out)
         check_equal(f"plan of epoch {epoch}", start.must_agree)
@@ -301,8 +303,8 @@ class PackingTrainer(EvaluatesRows):
         self.events.forget_epoch()
 
     def close_epoch(self) -> None:
-        """Add up over all ranks what became of the rows of the epoch, and report it."""
-        self.events.note_steps(self.state.global_step)  # so that no event spans two epochs
+        """Add up the counts of the epoch over all ranks, and report them."""
+        self.events.note_steps(self.state.global_step)  # write an event here, so that none spans two epochs
         self.events.leave_out(self.feed.epoch, self.feed.left_out_after())
         self._report(self.events.over_all_ranks())
 
@@ -317,7 +319,7 @@ class PackingTrainer(EvaluatesRows):
     def _resume(self, checkpoint: Path) -> None:
         """Restore the feed to the pack after the last one that the checkpoint was trained on."""
         step = self._global_step_before = int(read_trainer_state(checkpoint).get("global_step", 0))
-        if self.args.ignore_data_skip:  # transformers' option by which the data starts anew
+        if self.args.ignore_data_skip:  # transformers' option to start the data anew
             return
         everyone = results_of_all(
             lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.saved_rows)
@@ -342,7 +344,7 @@ class PackingTrainer(EvaluatesRows):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # these load by names of their own
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # FSDP and DeepSpeed have formats of their own
             load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
@@ -351,7 +353,7 @@ class PackingTrainer(EvaluatesRows):
             load_renamed(self.model, Path(self.state.best_model_checkpoint))
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return the trainer's epochs and steps: in a resumed run those of the checkpoint, and those that are left."""
+        """Return the trainer's epochs and steps; in a resumed run, from the checkpoint and what is left."""
         values: tuple[Any, ...] = super().set_initial_training_values(*args, **kwargs)
         if self._global_step_before is None:
             return values
@@ -377,15 +379,15 @@ class PackingTrainer(EvaluatesRows):
         trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         if self._global_step_before is None:
             return trained
-        # Otherwise transformers saves, evaluates and logs as often as the run that wrote the checkpoint.
+        # Without this, transformers saves, evaluates and logs as often as the run that wrote the checkpoint.
         self.state.compute_steps(self.args, self.state.max_steps)
         return self.feed.epoch, self.feed.batches_trained(self.args.gradient_accumulation_steps)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save ms-swift's checkpoint, then the state of the data. Only then it is complete and an older one may go."""
-        # So that the steps lost in a kill are exactly those noted after the checkpoint.
+        """Save ms-swift's checkpoint, then the feed's state, which completes it. Only then delete older checkpoints."""
+        # Write an event here, so that the steps that a kill loses are exactly those in later events.
         self.events.note_steps(self.state.global_step)
         with self.events.paused():
             result = self._save_whole_checkpoint(*args, **kwargs)
@@ -394,7 +396,7 @@ class PackingTrainer(EvaluatesRows):
 
     def _save_whole_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.should_save:
-            (self._checkpoint / FILE).unlink(missing_ok=True)  # of an earlier run in the same directory
+            (self._checkpoint / FILE).unlink(missing_ok=True)  # left by an earlier run in the same directory
         self._is_saving = True
         with nothing_deleted(self.args):
             result = super()._save_checkpoint(*args, **kwargs)
@@ -413,7 +415,7 @@ class PackingTrainer(EvaluatesRows):
             save_training_args(self._checkpoint, self.args)
 
     def _recorded_on_disk(self) -> dict[str, Any]:
-        """Return sizes and digests of all files, computed while one rank of each machine flushes the files to disk."""
+        """Return sizes and digests of all files, and meanwhile flush the files to disk, on one rank of each machine."""
         with ThreadPoolExecutor(1) as thread:
             is_first = self.args.local_process_index == 0
             written = thread.submit(sync, self._checkpoint) if is_first else None

@@ -1,4 +1,4 @@
-"""Give the model of a packed run attention that knows boundaries."""
+"""Switch the model of a packed run to attention that stops at the boundaries of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swift_vlpack.rows.families import GIVEN_BOUNDARIES_BY_SWIFT
 def use_attention(model: Any, asked_for: str | None) -> None:
     """Switch the model to the attention `vlpack`, unless flash-attn was asked for.
 
-    The model is switched and not the arguments, so that the saved config can be loaded without this package.
+    Switch the model and not the arguments, so that the saved config can be loaded without this package.
     """
     if asked_for in OWN_ATTENTION:
         model.set_attn_implementation(attention.NAME)
@@ -26,7 +26,7 @@ def use_attention(model: Any, asked_for: str | None) -> None:
 
 
 def choose_for(trainer: Any) -> str:
-    """Choose the kernel on the model as it will train, the same on all ranks. Returns a line with kernel and reason."""
+    """Choose the kernel on the model as it will train, the same on all ranks. Returns a log line with the reason."""
     context = trainer.compute_loss_context_manager
     return choose_attention(
         model_of(trainer), trainer.template, trainer.feed.packs, results_of_all=results_of_all, forward_context=context

@@ -1,9 +1,9 @@
-"""Load the weights of a checkpoint under the names that transformers saved them by.
+"""Load the weights of a checkpoint that transformers saved under other names than the model has.
 
 transformers saves some models under older names (Qwen2.5-VL: `model.layers.0...`, where the model itself has
-`model.language_model.layers.0...`). `from_pretrained` translates them. Its trainer does not when a run resumes: it
-leaves out what it does not know, with a warning, and trains on from the first weights. (Seen with transformers 5.19, on
-a tiny Qwen2.5-VL: 0 of 56 tensors of the checkpoint were loaded, in plain `swift sft` too. Adapters are not concerned.)
+`model.language_model.layers.0...`). `from_pretrained` translates the names, but transformers' trainer does not when a
+run resumes: it warns, skips unknown names, and continues from the initial weights. (Seen with transformers 5.19, on a
+tiny Qwen2.5-VL: 0 of 56 tensors of the checkpoint were loaded, in plain `swift sft` too. Adapters are not affected.)
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = get_logger()
 
 
 def load_renamed(model: Any, checkpoint: Path) -> None:
-    """Load the weights if the checkpoint has names that the model does not have. Raises `StateMismatch` on a gap."""
-    if not isinstance(model, PreTrainedModel):  # one with adapters has files of its own
+    """Load the weights if the checkpoint has names that the model lacks. Raises `StateMismatch` if any is left over."""
+    if not isinstance(model, PreTrainedModel):  # a model with adapters has other files
         return
     saved = names_in(checkpoint)
     if saved <= set(model.state_dict()):
         return
-    logger.info(f"packing: {checkpoint} has its weights under the names of earlier versions; they are translated")
+    logger.info(f"packing: {checkpoint} has its weights under names of earlier versions, which are translated")
     loaded = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     problem = model.load_state_dict(loaded.state_dict(), strict=False)
     if problem.missing_keys or problem.unexpected_keys:
         raise StateMismatch(
-            f"the weights of {checkpoint} are not those of this model: it lacks {problem.missing_keys[:3]}, and has "
-            f"{problem.unexpected_keys[:3]} beside"
+            f"the weights of {checkpoint} are not those of this model: the checkpoint lacks "
+            f"{problem.missing_keys[:3]}, and also has {problem.unexpected_keys[:3]}"
         )
 
 

@@ -1,7 +1,8 @@
-"""Train all sequences of an optimizer step at once, where the trainer's loop would always accumulate as many.
+"""Train a number of sequences in an optimizer step that differs from step to step.
 
-With `packing_batch=samples` a step takes as many sequences as its samples need. The loop of transformers is told to
-accumulate nothing, so it takes an optimizer step after each "batch", and that batch is a `WholeStep`.
+With `packing_batch=samples`, a step has as many sequences as its samples need, but transformers' loop accumulates the
+same number in every step. So the loop accumulates nothing and takes an optimizer step after each "batch", which is a
+`WholeStep`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from swift_vlpack.feed.collate import Batch
 
 
 class WholeStep(tuple[Batch, ...]):
-    """The sequences that this rank trains in one optimizer step; every rank has as many."""
+    """The sequences that this rank trains in one optimizer step. Every rank has the same number."""
 
     __slots__ = ()
 
     def trained(
         self, trainer: Any, train: Callable[..., torch.Tensor], model: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Train one sequence after the other. Ranks add up their gradients with the last. Returns the sum of losses."""
+        """Train the sequences one by one; ranks add up gradients only with the last. Returns the sum of the losses."""
         accelerator = trainer.accelerator
-        # As in the loop of transformers; DeepSpeed adds up gradients by itself, and steps when they are synchronised.
+        # The loop of transformers has the same rule. DeepSpeed adds up gradients by itself, and steps when they are
+        # synchronised.
         always = accelerator.distributed_type == DistributedType.DEEPSPEED or (
             accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         )

@@ -1,1 +1,1 @@
-"""Measure the size of every row before training, and remember it."""
+"""Measure the size of every row before training, and cache the sizes. Begin with `measure.py`."""

@@ -1,6 +1,6 @@
-"""Compare the planned sizes of some rows with what encoding gives: a part of `vlpack verify`.
+"""Compare the planned sizes of some rows with the sizes that encoding gives, for `vlpack verify`.
 
-Drawn rows of every kind, and the largest and smallest of each kind, are encoded; the same rows every time.
+The rows are the largest and the smallest of each kind and some drawn ones, the same every time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Differing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceLengths:
-    """The result for one source, a line of the table of `vlpack verify`."""
+    """The result for one source, which `vlpack verify` reports."""
 
     source: str
     num_rows: int
@@ -57,7 +57,7 @@ class SourceLengths:
     def check(self) -> str:
         """Return the result in a word.
 
-        `equal` or `differing`; `fallback` if all are equal, but the length pass had to encode every row in full;
+        `equal` or `differing`; `fallback` if all sizes are equal, but the length pass had to encode every row in full;
         `as read` for a stream, which has no planned sizes.
         """
         if not self.is_planned:
@@ -80,7 +80,7 @@ def _checked(dataset: FusionCaptionDataset, number: int) -> SourceLengths:
     differing, unreadable = [], []
     rows = rows_to_compare(source.sizes, source.name)
     for row in rows:
-        with RandomStream("proof", number, row):  # the same draws as the proof of isolation
+        with RandomStream("proof", number, row):  # the draws of the proof of isolation, so that both see one sample
             sample = dataset.sample_or_error(Address(number, row))
         if isinstance(sample, SampleError):
             unreadable.append(f"{source.where(row)}: {sample.reason}: {sample.detail}")

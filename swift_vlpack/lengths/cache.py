@@ -1,14 +1,13 @@
-"""Remember the sizes of a source's rows from run to run.
+"""Cache the sizes of a source's rows on disk.
 
-A row is looked up by its key: a digest of the context (all that its size depends on beside the row, `context.py`), of
-its content, and of the state of every file that it names. So a change never leads to a wrong size, only to a cache
-miss, and nothing ever has to be deleted. Rows may be appended or reordered. If a key is saved twice, the later size
-counts.
+The key of a row is a digest of the context (everything else that its size depends on, `context.py`), of its content,
+and of the state of every file that it names. So a change never gives a wrong size, only a cache miss, and nothing ever
+has to be deleted. Rows may be appended or reordered. If a key is saved twice, the later record wins.
 
-Sizes are in a `.lengths` file (`length_file.py`). Three files next to it have the same name: `.failures` has the errors
-of rows that cannot be encoded, `.parts` the parts of rows that are cut, and `.notes` the sizes that training found to
-be wrong, for the next run. Keys of failures also depend on the retry key (`failures.py`), so a failed row is tried
-again when a missing codec was installed, for example.
+Sizes are in a `.lengths` file (`length_file.py`). Three files next to it share its name: `.failures` has the errors of
+rows that cannot be encoded, `.parts` has the parts of cut rows, and `.notes` has sizes that training found to be wrong,
+for the next run. Keys of failures also depend on the retry key (`failures.py`), so that a failed row is retried after,
+for example, a missing codec was installed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _NUM_FOLDERS = 4096  # folders whose real paths are kept in memory
 
 
 class RowKey(NamedTuple):
-    """The key of a row, and what else decides whether its size is known."""
+    """The key of a row, and the states of its files, which decide whether a saved size is still right."""
 
     key: Keys
     stamp: int = 0
@@ -67,7 +66,8 @@ class KnownSizes:
     """Saved records, sorted to look up many keys at once."""
 
     def __init__(self, records: Records, retry_key: bytes = _NO_RETRY_KEY) -> None:
-        self._order = np.argsort(records["key"]["high"], kind="stable")  # of equal keys the latest is last
+        # Sort stably, so that the latest of equal keys is last.
+        self._order = np.argsort(records["key"]["high"], kind="stable")
         self.records = records[self._order]
         # Search one half of the keys only: numpy would compare pairs of numbers field by field, which is slow.
         self._high = np.ascontiguousarray(self.records["key"]["high"])
@@ -78,7 +78,7 @@ class KnownSizes:
         return len(self.records)
 
     def of(self, keys: Keys) -> tuple[NDArray[np.bool_], Sizes]:
-        """Look up keys. Returns a mask of the known ones, and sizes that are valid where the mask is True."""
+        """Look up keys. Returns (mask of known keys, sizes), where sizes are valid if the mask is True."""
         if not len(self.records):
             return np.zeros(len(keys), dtype=bool), np.zeros(len(keys), SIZE)
         at, failed_at = self._places(keys), self._places(_mixed(keys, self._retry_key))
@@ -99,18 +99,19 @@ class KnownSizes:
 
 def _mixed(keys: Keys, retry_key: bytes) -> Keys:
     """Mix the retry key into keys: failures are saved under the result."""
-    # As pairs of 64-bit numbers, because numpy has no integers of 128 bits.
+    # XOR pairs of 64-bit numbers, because numpy has no 128-bit integers.
     return (np.ascontiguousarray(keys).view("<u8") ^ np.tile(np.frombuffer(retry_key, "<u8"), len(keys))).view(KEY)
 
 
 class LengthCache:
-    """The saved sizes of one source under one template and its settings."""
+    """Read and write the saved sizes of one source under one template and its settings."""
 
     def __init__(self, path: Path, context: str, retry_key: bytes = _NO_RETRY_KEY, cutting: str = "") -> None:
-        """`context` is the digest of everything but the row that a size depends on; it is part of every key.
+        """Name the files; nothing is read yet.
 
-        `retry_key` are 16 bytes that change when failed rows should be tried again. `cutting` names the rules by which
-        rows are cut: parts are saved for these rules only, while sizes are those of whole rows and hold for all rules.
+        `context` is the digest of everything but the row that a size depends on. `retry_key` has 16 bytes that change
+        when failed rows should be retried. `cutting` identifies the rules by which rows are cut: parts are saved for
+        these rules only, but sizes, which are those of whole rows, hold for all rules.
         """
         self.path = path
         self.context = context
@@ -126,7 +127,7 @@ class LengthCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _real_folder=_remembering_realpath())
 
-    # -- what is saved ------------------------------------------------------------------------------------------------
+    # -- saved records ------------------------------------------------------------------------------------------------
 
     def load(self) -> KnownSizes:
         """Read all sizes of the file."""
@@ -177,7 +178,7 @@ class LengthCache:
                 json_lines.append(path, [[key.tobytes().hex(), *value] for key, value in pairs if key != NO_KEY])
 
     def keys_file(self, rank: int, num_ranks: int) -> Path:
-        """Return the path at which one of several ranks remembers the keys of its rows (`known_keys.py`)."""
+        """Return the file in which a rank saves the keys of its rows (`known_keys.py`)."""
         return self.path.with_suffix(f".{rank}of{num_ranks}.keys")
 
     @property
@@ -193,9 +194,9 @@ class LengthCache:
     def remember(
         self, row: Mapping[str, Any], size: tuple[int, int, int, int], aspect: float, parts: Sequence[Part] = ()
     ) -> None:
-        """Note the true size of a row that was planned with a wrong one.
+        """Note the true size of a row that was planned with a wrong size.
 
-        Notes are for the next new run. A resumed run must plan with the old sizes, or its packs would change.
+        Notes are for the next new run. A resumed run must plan with the old sizes, otherwise its packs would change.
         """
         found = self.row_key(row)
         keys = np.array([found.key], KEY)
@@ -223,7 +224,7 @@ class LengthCache:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def key(self, row: Mapping[str, Any]) -> Keys:
-        """Return the key of a row; `NO_KEY` if its content cannot be digested, so that its size is never saved.
+        """Return the key of a row, or `NO_KEY` if its content cannot be digested; then its size is never saved.
 
         A key has 128 bits, so that no two of a million rows have the same key by chance.
         """
@@ -232,9 +233,9 @@ class LengthCache:
     def row_key(self, row: Mapping[str, Any]) -> RowKey:
         """Return the key of a row with the stamp of its files.
 
-        The stamp is a digest of the files' change times (ctime). These reveal a file whose content was replaced while
-        its size and time were kept, but they also change with its mode and links. So the stamp is not in the key: a row
-        whose stamp changed is measured again from its header, and the other rows stay known.
+        The stamp is a digest of the files' change times (ctime). A change time reveals a file that was replaced by one
+        of the same size and modification time, but it also changes with the file's mode and links. So the stamp is not
+        in the key. A row whose stamp changed is measured again from its header.
         """
         try:
             content = row_bytes(row, as_encoded=True)
@@ -254,7 +255,7 @@ class LengthCache:
         return np.array([self.key(row) for row in rows], KEY)
 
     def _state(self, file: RealFile | None) -> tuple[Any, ...] | None:
-        """Return the real path, kind, size and time of a file; None for None.
+        """Return the real path, kind, size and modification time of a file; None if there is no file.
 
         The real path is included because another folder may have a file of the same name, size and time.
         """
@@ -269,25 +270,25 @@ class LengthCache:
             os.path.join(self._real_folder(folder), name),
             stat.S_IFMT(file.state.st_mode),
             file.state.st_size,
-            # In nanoseconds, because an image may be rewritten at the same size within a second.
+            # Use nanoseconds: an image may be rewritten at the same size within a second.
             file.state.st_mtime_ns,
         )
 
 
 def state_now(file: RealFile | None) -> int:
-    """Return a number that changes with everything that a key or a stamp takes from a file; 0 for None.
+    """Return a number that changes whenever the file's part of a key or stamp does; 0 if there is no file.
 
-    A file is named by its inode here, which is quicker than its real path.
+    It has the inode in place of the real path, because that takes no further system call.
     """
     if file is None:
         return 0
     state = file.state
-    # Of integers only, so that the hash is the same in every process.
+    # Hash integers only: their hash is the same in every process.
     return hash((state.st_dev, state.st_ino, state.st_mode, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
 
 
 def fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a digest of the content of rows, without the state of files, which may be copies on another machine."""
+    """Return a digest of the content of rows. File states are left out: files may be copies on another machine."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         with suppress(TypeError, ValueError):

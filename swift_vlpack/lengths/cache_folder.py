@@ -2,8 +2,8 @@
 
 For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths`, `.failures`,
 `.CUTTING.parts` and `.notes` (`cache.py`), `.RANKofN.keys` (`known_keys.py`), `.prefixes` (`prefixes.py`), `.about`,
-which says what they belong to, and `.damaged-PID`, a file that was set aside. Sources share CONTEXT.trust (`trust.py`),
-CONTEXT.observed (`observed.py`), media.digests (`media_digests.py`) and unreachable.urls.
+which names their source and model, and `.damaged-PID`, a file that was set aside. All sources share CONTEXT.trust
+(`trust.py`), CONTEXT.observed (`observed.py`), media.digests (`media_digests.py`) and unreachable.urls.
 A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 
@@ -94,7 +94,7 @@ def write_about(lengths: Path, about: About) -> None:
 
 
 def remembered_in(folder: Path) -> list[Remembered]:
-    """List the cached files in a folder by source and context, the last used first."""
+    """List the cached files in a folder by source and context, most recently used first."""
     stems: dict[str, list[Path]] = {}
     for path in _files(folder):
         if (match := _OF_SOURCE.fullmatch(path.name)) and _is_ours(path, match["kind"]):
@@ -121,7 +121,7 @@ def removed(files: Sequence[Path]) -> int:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the regular files in a folder; links are skipped, because they lead to files that are not ours."""
+    """Yield the regular files in a folder. Links are skipped, because this package makes none."""
     with suppress(FileNotFoundError, NotADirectoryError):
         yield from (path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
 

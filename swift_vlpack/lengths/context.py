@@ -1,9 +1,10 @@
 """Collect everything but the row that a length depends on. Its digest, the *context*, is part of every cache key.
 
-A key that covers too much only costs cache misses; a key that covers too little gives wrong lengths. So we list no
-settings that count but take what is there: the template's attributes, the state of its processor and parts, the vision
-settings of the model's config, the constants of qwen_vl_utils, the environment variables that the template's source
-names, and that source itself, with the plugins that may have patched it.
+A key that covers too much only costs cache misses; a key that covers too little gives wrong lengths. So there is no
+list of settings that matter. Everything is taken, except for what is known not to matter: the template's attributes,
+the state of its processor and parts, the vision settings of the model's config, the constants of qwen_vl_utils, the
+environment variables that the template's source names, and that source itself, with the plugins that may have patched
+it.
 """
 
 from __future__ import annotations
@@ -48,20 +49,22 @@ _NOT_OF_LENGTH = re.compile(
     r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info"
     r"|\w*_cache|_handles|_deepspeed_initialize|TOKENIZERS_PARALLELISM|root_image_dir|ROOT_IMAGE_DIR"
 )
-"""Attributes and variables that change from run to run, or within a run, and that lengths do not depend on. Folders of
-images are among them, because the files that a row names are part of its own key."""
+"""Attributes and variables that change from run to run, or within a run, and do not change lengths. Folders of images
+are among them, because the files that a row names are part of the row's key."""
 _NOT_OF_PART = re.compile(
     r"model_info|model_meta|global_vars|\w*name_or_path|transformers_version|_commit_hash|auto_map|device|dtype|torch_dtype"
     r"|init_inputs|init_kwargs|_vocab|_merges|verbose|deprecation_warnings|files_loaded|_in_target_context_manager"
     r"|_processor_class|processor_class|_auto_class|padding_side|_should_update_post_processor"
 )
-"""Attributes of processors and tokenizers not in the key: names of origin, or changed by loading and training."""
+"""Attributes of processors and tokenizers that are not in the key: they name an origin, or loading and training change
+them."""
 _NOT_OF_CONFIG = re.compile(
     r"_\w*|\w*dtype|attn_implementation|transformers_version|architectures|auto_map|use_cache|return_dict"
     r"|output_\w+|gradient_checkpointing|(pad|bos|eos)_token_id|num_labels|id2label|label2id|problem_type"
     r"|(text|llm|language|quantization|talker)_config"
 )
-"""Config values that are not in the key: changed by training, about how a model computes, or of the language model."""
+"""Config values that are not in the key: training changes them, they say how a model computes, or they belong to the
+language model."""
 _OF_VISION = re.compile("vision|visual|vit|image|audio")
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")  # the code that loads media
@@ -96,7 +99,7 @@ def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
 def _values_of_class(made: type) -> dict[str, Any]:
     """Return the plain attributes of a class and of its bases."""
     values = {name: value for base in reversed(made.__mro__) for name, value in vars(base).items() if is_plain(value)}
-    # Sorted and without repeats, because ms-swift adds to this list for every template that it makes.
+    # Sort and remove repeats, because ms-swift appends to this list for every template that it makes.
     values["placeholder_tokens"] = sorted({*map(str, values.get("placeholder_tokens", ()))})
     return {name: value for name, value in values.items() if name[:2] != "__" and not _NOT_OF_LENGTH.fullmatch(name)}
 
@@ -110,7 +113,7 @@ def _parts_of(processor: Any) -> dict[str, Any]:
 def _state_of(part: Any) -> dict[str, Any]:
     """Return the plain attributes of a processor or tokenizer, and what `to_dict` adds to them."""
     listed = part.to_dict() if hasattr(part, "to_dict") else {}
-    # Filter by name first, because looking through the vocabulary of a tokenizer takes long.
+    # Filter by name first: `is_plain` would look through the whole vocabulary of a tokenizer, which takes long.
     own = {name: value for name, value in vars(part).items() if not _NOT_OF_PART.fullmatch(name)}
     own = {name: value for name, value in own.items() if is_plain(value) or isinstance(value, np.generic)}
     return {name: value for name, value in {**listed, **own}.items() if not _NOT_OF_PART.fullmatch(name)}
@@ -153,14 +156,14 @@ def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[st
     found = set()
     for file in {*source_files(template_class), *own, *_files_of(*_LOADING)}:
         text = Path(file).read_text(encoding="utf-8", errors="replace")
-        # In upper case, because that is how ms-swift looks names up.
+        # ms-swift looks up names in upper case.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
-    # Variables of the machine stay: if a template or plugin names LANG, its prompt may depend on it.
+    # Keep variables of the machine: if the source of a template or plugin names LANG, its prompt may depend on LANG.
     return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_ranks(name)}
 
 
 def is_of_length(name: str) -> bool:
-    """Tell whether a length may depend on a variable that was read while rows were encoded."""
+    """Tell whether a length may depend on a variable that was read while rows were encoded, judging by its name."""
     return not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)
 
 
@@ -192,7 +195,7 @@ def _version(package: str) -> str | None:
 
 def _digest_of_tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    # As text: the file of a tokenizer may be the same while tokens were added in memory.
+    # Digest the tokenizer in memory and not its file, because tokens may have been added since it was loaded.
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -201,7 +204,7 @@ def _digest_of_tokenizer(tokenizer: Any) -> str:
 
 
 def digest_of(value: Any, num_bytes: int) -> str:
-    """Return a digest of the value as JSON: `num_bytes` bytes, written in hexadecimal. It is equal in every process."""
+    """Return a digest of the value as JSON, `num_bytes` bytes in hexadecimal. It is the same in every process."""
     text = json.dumps(value, sort_keys=True, default=plain)
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
 

@@ -1,6 +1,6 @@
 """Record which environment variables some code reads, in whatever way: `os.getenv`, an alias, `in`, a default.
 
-While the code runs, `os.environ` has a class that records the names that are read; then it gets its own class back.
+While the code runs, the class of `os.environ` is replaced by one that records the names that are read.
 
 >>> with noted_reads() as reads:
 ...     language = os.environ.get("MY_LANGUAGE", "en")
@@ -25,7 +25,7 @@ _OF_RANKS = re.compile(
     r"((LOCAL|NODE|GROUP|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|NPROC_PER_NODE|NNODES"
     r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|SLURM|OMPI|PMI|PMIX|LSB|PBS|KUBERNETES|RAY)_\w+"
 )
-"""Variables by which launchers tell processes apart: they differ between the ranks of one run, and lengths do not."""
+"""Variables by which launchers tell processes apart. They differ between the ranks of a run, but lengths do not."""
 _OF_THE_MACHINE = re.compile(
     r"(NCCL|GLOO|CUDA|TORCH_NCCL|PYTEST|TQDM)_\w+|PYTHON[A-Z]+|(OMP|MKL|OPENBLAS)_NUM_THREADS|\w*VERBOSITY"
     r"|\w*LOG_?LEVEL|HOSTNAME|HOME|USER|LOGNAME|PATH|PWD|TMPDIR|TMP|TEMP|TERM|COLUMNS|LINES|LANG|LC_\w+|XDG_\w+"
@@ -36,9 +36,10 @@ _READERS_OF_THEIR_OWN = frozenset(
     ("swift_vlpack", "tqdm", "accelerate", "huggingface_hub", "modelscope", "requests", "urllib3", "torch.distributed",
      "swift.utils.logger", "swift.utils.env", "transformers.utils.logging", "datasets.utils.logging")
 ) | (sys.stdlib_module_names - {"os", "posixpath", "__main__"})  # fmt: skip
-"""Modules whose reads do not depend on the code that calls them, and are ignored. `posixpath` is not one of them: it
-expands the variables of a path for its caller."""
-_WAYS = ("os", "collections.abc", "_collections_abc")  # frames between the reader and `_Noting`
+"""Modules whose reads are ignored, because they read the same variables whoever calls them. `posixpath` is not among
+them: it expands the variables in a path for its caller."""
+_WAYS = ("os", "collections.abc", "_collections_abc")
+"""Modules of the frames between the code that reads and `_Noting`."""
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class Reads:
 
     names: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
-    """Places, as `file:line`, that read the whole environment at once: nothing tells which variables they use."""
+    """Places, as `file:line`, that read the whole environment at once: it is unknown which variables they use."""
 
     def add(self, other: Reads) -> None:
         """Add the reads of another object to these."""
@@ -77,7 +78,7 @@ def noted_reads() -> Iterator[Reads]:
 
 
 def _forget() -> None:
-    """Give a forked process its own lock and the plain environment, so that it does not record for its parent."""
+    """Give a forked process a new lock and the plain environment. The lock may have been held at the fork."""
     global _lock
     _lock = threading.Lock()
     _open.clear()
@@ -85,7 +86,7 @@ def _forget() -> None:
 
 
 def has_whole_environment(value: Any) -> bool:
-    """Return whether a value is a copy of the environment: a dict with most of its names."""
+    """Tell whether a value is a copy of the environment: a dict with more than half of its names."""
     if not isinstance(value, dict):
         return False
     names = set(os.environ)
@@ -131,18 +132,18 @@ def _note(name: Any) -> None:
 
 @cache
 def is_of_launchers(name: str) -> bool:
-    """Tell whether a variable says where and how a process runs, so that no length depends on it."""
+    """Tell whether a variable only says where and how a process runs, judging by its name."""
     return is_of_ranks(name) or _OF_THE_MACHINE.fullmatch(name) is not None
 
 
 @cache
 def is_of_ranks(name: str) -> bool:
-    """Tell whether launchers give a variable another value for each rank or start."""
+    """Tell whether launchers set a variable to a different value for each rank or start, judging by its name."""
     return _OF_RANKS.fullmatch(name) is not None
 
 
 def _reader() -> FrameType | None:
-    """Return the frame that reads the environment; None if its module is one of `_READERS_OF_THEIR_OWN`."""
+    """Return the frame that reads the environment; None if it is in one of `_READERS_OF_THEIR_OWN`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in (*_WAYS, __name__):
         frame = frame.f_back

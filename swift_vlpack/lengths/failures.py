@@ -1,8 +1,8 @@
 """Log the rows that cannot be encoded, and decide when to retry them.
 
-The `retry_key` is part of the key of a saved failure, so a failed row is retried when the retry key changes: when
-Pillow knows another format, a limit is lifted, or a codec or package is installed. It is not part of the key of good
-rows, whose lengths do not depend on these.
+The `retry_key` is part of the key of a saved failure. So a failed row is retried when Pillow knows another format, a
+limit is lifted, or a codec or package is installed. It is not part of the keys of good rows, whose lengths depend on
+none of these.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from swift_vlpack.words import by_reason, counted
 logger = logging.getLogger(__name__)
 
 NUM_FAILURES_NAMED = 20
-"""Failing rows of a source that the log names. It counts all of them, and `left_out.jsonl` lists all."""
+"""Most failed rows of a source that the log names. The log counts all of them, and `left_out.jsonl` lists all."""
 NUM_WITH_TAGS_NAMED = 5
-"""Rows with surplus tags that the log names."""
+"""Most rows with surplus tags that the log names."""
 
 
 def retry_key() -> bytes:
-    """Return a digest of everything that may cure a failed row though neither the row nor its files changed."""
+    """Return a digest of everything whose change may let a failed row pass, other than the row and its files."""
     state = [
         sorted(_readers()),
         sorted(_limits()),
@@ -48,9 +48,9 @@ def retry_key() -> bytes:
 
 
 def _readers() -> Iterator[tuple[str, ...]]:
-    """Yield image formats that other packages registered with Pillow.
+    """Yield the image formats that other packages registered with Pillow.
 
-    Pillow's own formats are skipped: they are registered only when first needed, and its version covers them.
+    Pillow's own formats are skipped: it registers them only when they are first needed, and its version covers them.
     """
     for name, (opener, _) in Image.OPEN.items():
         module = getattr(opener, "__module__", None) or ""
@@ -75,13 +75,13 @@ def _limits() -> Iterator[tuple[str, str]]:
 
 
 def _codecs() -> Iterator[str]:
-    """Yield the libraries that Pillow was built with, because its version does not tell."""
+    """Yield the libraries that Pillow was built with, because its version does not say."""
     yield from (name for name in features.modules if name != "tkinter" and features.check_module(name))
     yield from (name for name in features.codecs if features.check_codec(name))
 
 
 def _installed() -> Iterator[str]:
-    """Yield the record of every installed package, whose name has the version: `pillow-11.0.0.dist-info`."""
+    """Yield the name of every package's installation record, which has the version: `pillow-11.0.0.dist-info`."""
     for folder in sys.path:
         with suppress(OSError):
             yield from (name for name in os.listdir(folder or ".") if name.endswith((".dist-info", ".egg-info")))
@@ -91,7 +91,7 @@ def _installed() -> Iterator[str]:
 
 
 def log_failures(source: RowSource, sizes: LengthIndex, unreachable_urls: Path) -> None:
-    """Name the first rows that cannot be encoded, and count all by reason.
+    """Log the first rows that cannot be encoded, and the number of all by reason.
 
     `unreachable_urls` is the file that remembers which URLs failed.
     """
@@ -108,14 +108,14 @@ def log_failures(source: RowSource, sizes: LengthIndex, unreachable_urls: Path) 
         logger.warning(
             "source %s: %s left out, because an image behind a URL could not be fetched. Each URL was tried once, and "
             "no URL of a host after it failed %d times in a row; SWIFT_TIMEOUT sets how many seconds to wait. Runs "
-            "that start %d minutes later try again, and so does the next run if %s is deleted",
+            "that start %d minutes later retry, and so does the next run if %s is deleted",
             source.name, counted(counts[Reason.URL_UNREACHABLE], "row"), NUM_FAILURES, SECONDS_REMEMBERED // 60,
             unreachable_urls,
         )  # fmt: skip
 
 
 def log_surplus_tags(source: RowSource, sizes: LengthIndex) -> None:
-    """Name the first rows with more tags than media, and count all."""
+    """Log the first rows with more tags than media, and the number of all."""
     if sizes.surplus_tags:
         first = [str(source.sample_id(index)) for index in sizes.surplus_tags[:NUM_WITH_TAGS_NAMED]]
         logger.warning(

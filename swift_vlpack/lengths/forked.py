@@ -1,7 +1,7 @@
-"""Run tasks in forked processes. They inherit everything they need, so that only tasks and results are pickled.
+"""Run tasks in forked processes, which inherit everything they need: only tasks and results are pickled.
 
-The pools of the standard library do not fit: `multiprocessing.Pool` waits for ever for a worker that was killed. And
-before Python 3.14 `ProcessPoolExecutor` cannot kill busy workers, as a length pass must when it finds a difference.
+The pools of the standard library do not fit: `multiprocessing.Pool` waits forever for a worker that was killed. And
+before Python 3.14, `ProcessPoolExecutor` cannot kill busy workers, as a length pass must when it finds a difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import torch
 from swift_vlpack.errors import VLPackError
 
 _NUM_AHEAD = 2
-"""Tasks that wait in a process besides the one it works on, so that it is never idle; few, so that all end together."""
+"""Tasks that wait in a process besides the one it works on: enough that it is never idle, few enough that all processes
+end at about the same time."""
 _SECONDS_BETWEEN_LOOKS = 2.0  # how often a worker checks that its parent process is alive
 
 Work = Callable[[Any], Any]
@@ -53,7 +54,7 @@ class _Answer(NamedTuple):
     value: Any = None
     error: BaseException | None = None
     cause: BaseException | None = None
-    """The cause of the error, which pickle forgets; for an unexpected error, its traceback."""
+    """The cause of the error, which pickle does not keep; for an unexpected error, its traceback."""
 
     def get(self) -> Any:
         if self.error is not None:
@@ -62,14 +63,14 @@ class _Answer(NamedTuple):
 
 
 class _Worker:
-    """A process, and the numbers of the tasks it was given; it does them in order."""
+    """A worker process, and the numbers of its open tasks, which it does in order."""
 
     def __init__(self, work: Work) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, its_end = context.Pipe()
         self.process: ForkProcess = context.Process(target=_serve, args=(work, its_end, os.getpid()))
         self.process.start()
-        # Close the worker's end here: while this process held it open, the pipe would not end when the worker dies.
+        # Close the worker's end in this process: otherwise the pipe would not end when the worker dies.
         its_end.close()
         self.numbers: deque[int] = deque()
 
@@ -89,7 +90,7 @@ class _Worker:
 
 
 class _Crew:
-    """Worker processes that share tasks. Each gets the next task as soon as it has room."""
+    """Worker processes that share tasks. A worker gets the next task as soon as it has room."""
 
     def __init__(self, workers: list[_Worker]) -> None:
         self._workers = workers
@@ -109,14 +110,14 @@ class _Crew:
             num_yielded += 1
 
     def _give(self, tasks: deque[Any], number: int, num_open: int) -> int:
-        """Give tasks to workers, numbered from `number` on. Returns how many were given.
+        """Give tasks to workers. The first task gets `number`. Returns the number of tasks given.
 
-        The number of open tasks is limited, so that results do not pile up behind one slow task.
+        The number of open tasks is limited, so that results do not pile up while they wait for a slow task.
         """
         most = 2 * (1 + _NUM_AHEAD) * len(self._workers) - num_open
         start = number
         while tasks and number - start < most:
-            # To the least busy worker: tasks take milliseconds to seconds, so taking turns would leave some idle.
+            # Choose the least busy worker: tasks take milliseconds to seconds, so with turns some would be idle.
             worker = min(self._workers, key=lambda worker: len(worker.numbers))
             if len(worker.numbers) > _NUM_AHEAD:
                 break
@@ -141,7 +142,7 @@ class _Crew:
 
 @contextmanager
 def _crew(work: Work, num_processes: int) -> Iterator[_Crew]:
-    """Start workers, and kill them when the block ends, because the results of an interrupted pass are not needed."""
+    """Start workers, and kill them when the block ends: whatever they still do is no longer needed."""
     workers: list[_Worker] = []
     try:
         workers.extend(_Worker(work) for _ in range(num_processes))
@@ -167,11 +168,11 @@ def _killed() -> VLPackError:
 
 
 def _serve(work: Work, pipe: Connection, parent: int) -> None:
-    """Do tasks one after the other, until this process is killed or its parent is gone."""
+    """Do tasks one by one until this process is killed or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent process, which kills this one
-    # The processes share the cores already; more threads in each would only compete for them.
+    # The worker processes share the cores already; more threads in each would only compete for them.
     torch.set_num_threads(1)
-    # A daemon thread, because it runs as long as the parent lives.
+    # Make it a daemon thread, which does not keep this process alive: it runs as long as the parent does.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
         task = pipe.recv()

@@ -1,11 +1,11 @@
-"""Remember the keys of rows by the digests of their blocks (`row_blocks.py`): of unchanged rows none is computed.
+"""Save the keys of rows with the digests of their blocks (`row_blocks.py`), so that unchanged rows need no new key.
 
-A row of a known block has the key that it had, if its files are as they were: the file system is asked for each of
-them, because neither the data file nor the time of a folder shows that an image was edited. All other rows get their
-keys by `LengthCache.row_key`, as if nothing was remembered.
+If a block has the same digest as before, its rows have the same keys as before, provided that their files are
+unchanged. The file system is asked for each file, because neither the data file nor the time of a folder shows that an
+image was edited. All other rows get their keys from `LengthCache.row_key`.
 
-Each rank has a file of its own next to the lengths, `SOURCE-DIGEST.RANKofN.keys`. It is written whole whenever a key
-was computed. Nothing is lost with it but some seconds.
+Each rank has a file next to the lengths, `SOURCE-DIGEST.RANKofN.keys`, which is written whole whenever a key was
+computed. If the file is lost, the keys are computed again, which takes seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RowKeys:
-    """The keys of some rows, with all that is remembered beside them."""
+    """The keys of some rows, with the names and states of their files."""
 
     positions: Positions
     rows: NDArray[np.void]
@@ -55,7 +55,7 @@ class RowKeys:
 
     @classmethod
     def empty(cls, positions: Positions) -> RowKeys:
-        """Return rows without keys and files."""
+        """Return an entry for each row without key and files, to be filled."""
         none = np.zeros(0, dtype=np.int64)
         return cls(positions, np.zeros(len(positions), ROW), none, none, b"")
 
@@ -65,7 +65,7 @@ class RowKeys:
         rows = np.zeros(len(positions), ROW)
         for at, (one, has_surplus) in enumerate(zip(keys, has_surplus_tags, strict=True)):
             rows[at] = (one.key, one.stamp, has_surplus, len(one.names))
-        # JSON may hold characters that UTF-8 does not have.
+        # JSON may hold lone surrogates, which UTF-8 cannot encode without this error handler.
         names = [name.encode("utf-8", "surrogatepass") for one in keys for name in one.names]
         states = [state for one in keys for state in one.states]
         sizes = np.array([len(name) for name in names], dtype=np.int64)
@@ -84,12 +84,12 @@ class RowKeys:
 
     @cached_property
     def file_starts(self) -> NDArray[np.int64]:
-        """Where the files of each row start among all files, and where the last ones end."""
+        """Return the index of each row's first file among all files, and the number of all files."""
         return np.concatenate([[0], np.cumsum(self.rows["num_files"], dtype=np.int64)])
 
     @cached_property
     def name_starts(self) -> NDArray[np.int64]:
-        """Where the name of each file starts, and where the last one ends."""
+        """Return the offset of each file's name in `names`, and the length of `names`."""
         return np.concatenate([[0], np.cumsum(self.name_sizes)])
 
     def files(self) -> Iterator[list[tuple[str, int]]]:
@@ -117,7 +117,11 @@ class KnownKeys:
     def __init__(
         self, path: Path, digests: Sequence[bytes], block: NDArray[np.int64], place: NDArray[np.int64]
     ) -> None:
-        """`digests` are those of all blocks; row i of this rank is in `block[i]`, or in none if that is -1."""
+        """Load the saved keys, and find this rank's rows among them.
+
+        `digests` has the digest of every block of the source. Row i of this rank is in block `block[i]` at `place[i]`;
+        a block of -1 means that the row is in no block.
+        """
         self._path = path
         self._digests = np.frombuffer(b"".join(digests), "V16")
         self._code = np.where(block >= 0, block * NUM_ROWS + place, -1)
@@ -129,7 +133,7 @@ class KnownKeys:
     def _find(
         self, saved_block: NDArray[np.int64], block: NDArray[np.int64], place: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return where each row of this rank is among the saved ones; -1 for a row that is not."""
+        """Return the index of each row of this rank among the saved rows; -1 if the row was not saved."""
         at_code = np.full(len(self._saved_digests) * NUM_ROWS, -1)
         at_code[self._saved_code] = np.arange(len(self._saved_code))
         in_saved = np.where(block >= 0, saved_block[block], -1)
@@ -139,11 +143,11 @@ class KnownKeys:
         return at
 
     def without_files(self) -> Positions:
-        """Return the known rows that name no file: they have the keys that they had."""
+        """Return the known rows that name no file. Their keys are unchanged."""
         return self._known(has_files=False)
 
     def with_files(self) -> Positions:
-        """Return the known rows that name files, of which `are_unchanged` has to be asked."""
+        """Return the known rows that name files. Their keys are unchanged if `are_unchanged` says so of their files."""
         return self._known(has_files=True)
 
     def _known(self, *, has_files: bool) -> Positions:
@@ -155,14 +159,14 @@ class KnownKeys:
         return replace(RowKeys.empty(positions), rows=self._saved.rows[self._at[positions]])
 
     def of(self, positions: Positions) -> RowKeys:
-        """Return all that is remembered of known rows."""
+        """Return everything saved about known rows, with their files."""
         return replace(self._saved.at(self._at[positions]), positions=positions)
 
     def save(self, unchanged: Positions, found: list[RowKeys]) -> None:
-        """Save the keys of all rows of this rank, and other keys of the file as long as they are no more rows.
+        """Save the keys of all rows of this rank. Other saved rows are kept unless they outnumber these.
 
-        `unchanged` rows have the keys that they had; `found` are the others. The list is emptied, because the names
-        and states of a million images take 100 MB.
+        `unchanged` are rows whose saved keys hold; `found` has the keys of all others. The list `found` is emptied,
+        because the names and states of a million images take 100 MB.
         """
         rows = RowKeys.joined([self.of(unchanged), *found])
         found.clear()
@@ -170,12 +174,12 @@ class KnownKeys:
         digests, code = self._digests, self._code[rows.positions[kept]]
         if len(kept) < len(rows.positions):
             rows = rows.at(kept)
-        # Other rows are of blocks that were not met now, or were drawn, or validated on, by other seeds.
+        # Other saved rows are in blocks that this run does not have, or other seeds drew them or held them out.
         is_other = np.ones(len(self._saved_code), dtype=bool)
         is_other[self._at[self._at >= 0]] = False
         other = np.flatnonzero(is_other)
         if 0 < len(other) <= len(code):
-            # Blocks that were met have numbers already, the others get the next ones.
+            # Blocks of this run have their numbers already; the other blocks get the next ones.
             number = np.full(len(self._saved_digests), -1)
             number[self._saved_block[self._saved_block >= 0]] = np.flatnonzero(self._saved_block >= 0)
             unmet = np.flatnonzero(number < 0)
@@ -195,12 +199,12 @@ class KnownKeys:
 
 
 def are_unchanged(files: Iterable[tuple[str, int]]) -> bool:
-    """Ask the file system whether all files are in the state that they were in, or missing as they were."""
+    """Tell whether all files are in their saved state, which may be that a file is missing. Asks the file system."""
     return all(state_now(real_file(name)) == state for name, state in files)
 
 
 def _load(path: Path) -> tuple[NDArray[np.void], NDArray[np.int64], RowKeys]:
-    """Read a saved file; nothing if there is none, or if it is damaged."""
+    """Read a saved file. Returns (digests of blocks, codes of rows, keys), all empty if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             if file.read(len(KEYS_MAGIC)) != KEYS_MAGIC:

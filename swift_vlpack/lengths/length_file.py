@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"vlpack lengths 3\n"
 KEYS_MAGIC = b"vlpack keys 1\n"
-"""The first line of the files of `known_keys.py`; here, so that listing a folder does not import them."""
+"""First line of the files of `known_keys.py`. It is defined here, so that to list a folder imports no more modules."""
 _BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of these three
 _MARK = b"rows"
 
@@ -61,7 +61,7 @@ Records = NDArray[np.void]
 
 
 class LengthFile:
-    """One file of records. If it cannot be read or written, it warns once and the run continues without it."""
+    """Read and append records of one file. If it cannot be read or written, warn once and continue without it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class LengthFile:
         nothing = np.zeros(0, KEYED_SIZE)
         if not self.is_usable:
             return nothing
-        # From the start, even after an earlier read, because another file may be there now.
+        # Read from the start, even after an earlier read, because another file may be there now.
         self._end = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class LengthFile:
             self._give_up(error)
 
     def _read_on(self, file: int) -> tuple[Records, bool]:
-        """Read the records after those read before. Returns them, and whether the file is damaged after them.
+        """Read the records that were added since the last read. Returns (records, whether the file is damaged).
 
         Cuts off a block that a killed process left unfinished.
         """
@@ -119,7 +119,7 @@ class LengthFile:
         return records, bool(rest) and not _is_unfinished(rest)
 
     def _set_aside(self) -> None:
-        # With the process id in the name, so that two processes that find damage do not overwrite each other's file.
+        # The process id is in the name, so that two processes that find damage do not overwrite each other's file.
         aside = self.path.with_suffix(f".damaged-{os.getpid()}")
         os.replace(self.path, aside)
         logger.warning(
@@ -142,7 +142,7 @@ def read_records(path: Path) -> Records:
 
 
 def _parsed(content: bytes, *, is_start: bool) -> tuple[Records, int]:
-    """Parse blocks up to the first that is damaged or unfinished. Returns their records, and where they end."""
+    """Parse blocks up to the first damaged or unfinished one. Returns (records, bytes that were parsed)."""
     if is_start and not content.startswith(MAGIC):
         return np.zeros(0, KEYED_SIZE), 0
     at, blocks = len(MAGIC) if is_start else 0, []
@@ -160,7 +160,7 @@ def _parsed(content: bytes, *, is_start: bool) -> tuple[Records, int]:
 
 
 def _is_unfinished(rest: bytes) -> bool:
-    """Tell whether the rest of a file is only the beginning of a block or magic line, as a killed process leaves it."""
+    """Tell whether the rest of a file is the beginning of a block or magic line, as a killed process leaves it."""
     if MAGIC.startswith(rest[: len(MAGIC)]):
         return len(rest) <= len(MAGIC)
     # An incomplete header has no checksum yet, so compare its first bytes.
@@ -183,7 +183,7 @@ def _is_header(head: bytes) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Open a file and lock it, if the file system has locks, so that no other process writes meanwhile."""
+    """Open a file and lock it against other writers, if the file system has locks. Yields its descriptor."""
     file = _opened(path)
     while True:
         with suppress(OSError):
@@ -199,7 +199,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _opened(path: Path) -> int:
-    # In append mode, so that two writers without locks do not overwrite each other.
+    # Append mode, so that two writers on a file system without locks do not overwrite each other.
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
 
@@ -211,7 +211,7 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def _read(file: int, start: int, end: int) -> bytes:
-    """Read the bytes between two places. In a loop, because one system call reads 2 GB at most."""
+    """Read the bytes from `start` to `end`, in a loop, because one system call reads 2 GB at most."""
     parts = []
     while start < end and (part := os.pread(file, end - start, start)):
         parts.append(part)

@@ -14,11 +14,11 @@
 ...     measure(source, caches, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
-Decoding all images takes hours, and reading a header a millisecond. So `Encoders` has two ways to encode a row, and the
-quick one is checked before it is trusted (`trust.py`): rows of every kind, some drawn rows and the extremes are encoded
-both ways. After one difference, every row of the source is encoded in full, now and at later starts. Each rank measures
-its share of the rows (`rank_rows.py`) in several processes (`rows_work.py`, `forked.py`), and saves sizes as they come
-(`cache.py`).
+To decode all images takes hours, to read a header takes a millisecond. So `Encoders` has two ways to encode a row, and
+the quick one is checked before it is trusted (`trust.py`): rows of every kind, some drawn rows and the extremes are
+encoded both ways. After a single difference, every row of the source is encoded in full, now and at later starts. Each
+rank measures its share of the rows (`rank_rows.py`) in several processes (`rows_work.py`, `forked.py`), and saves sizes
+as they come (`cache.py`).
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from swift_vlpack.words import counted
 logger = logging.getLogger(__name__)
 
 _CHUNK_BY_HEADER = 128
-"""Most rows of a task. It is limited because a task may hold the bytes of its images. A row takes 0.3 to 0.8 ms by its
-header, so results come at least every tenth of a second."""
+"""Most rows of a task, because a task may hold the bytes of its images. A row takes 0.3 to 0.8 ms by its header, so
+results come at least every tenth of a second."""
 _CHUNK_IN_FULL = 8
-"""Rows of a task that are encoded in full. An image takes 10 ms and more, so larger tasks would lose more work at a
-kill, and leave processes idle at the end."""
+"""Rows of a task that are encoded in full. An image takes 10 ms and more, so larger tasks would lose more work when the
+run is killed, and leave processes idle at the end."""
 _LEAST_BY_HEADER = 16
-"""Fewest rows of a task, if several processes share few rows: some milliseconds of work, so that passing the task to a
-process is cheap in comparison."""
+"""Fewest rows of a task if several processes share few rows: some milliseconds of work, next to which it is cheap to
+pass the task to a process."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
-"""Rows that are worth another process to look up their keys. A key takes 0.05 ms for a text and 0.3 ms for an image;
-starting and ending a process takes about 50 ms."""
+"""Number of rows for which one more process is started to compute their keys. A key takes 0.05 ms for a text and 0.3 ms
+for an image; to start and end a process takes about 50 ms."""
 _NUM_FILES_WORTH_A_PROCESS = 5_000
-"""Known rows that are worth another process to ask for their files: 25 ms on a local disk, 1 s and more on a network's,
-where processes wait side by side."""
+"""Number of known rows for which one more process is started to ask for the state of their files. That takes 25 ms on a
+local disk. On a network disk it takes 1 s and more, and several processes wait at the same time."""
 _FILES_OF_TASK = 1024
-"""Known rows of a task: 5 ms."""
+"""Known rows in a task that asks for the state of files: 5 ms of work."""
 _NUM_BYTES_WORTH_A_PROCESS = 2**28
-"""Bytes of rows that are worth another process to digest them: a quarter of a second."""
+"""Bytes of rows for which one more process is started to digest them: a quarter of a second of work."""
 _BLOCKS_OF_TASK = 16
-"""Blocks of a task: 3 ms of texts, 2 s of rows that hold photos of 100 kB."""
+"""Blocks in a task that digests them: 3 ms for texts, 2 s for rows that hold photos of 100 kB."""
 
 
 def measure(
@@ -78,13 +78,13 @@ def measure(
     comm: Comm = ALONE,
     progress: Progress | None = None,
 ) -> LengthIndex:
-    """Return the size of every row of a source, or why it has none. All ranks call this and get the same result.
+    """Return the size of every row of a source, or the reason why it cannot be encoded.
 
-    Without `progress` no bar is shown.
+    All ranks call this function and get the same result. Without `progress`, no bar is shown.
     """
     mine = _RankPass(source, caches, encoders, comm, progress)
     digests = comm.results_of_all(mine.digest_blocks)
-    # Divided among ranks, so that all together draw as many rows as one rank would alone.
+    # Divide the drawn rows among ranks: all ranks together draw as many rows as a single rank would.
     num_drawn = -(-trust.NUM_ROWS_DRAWN // comm.num_ranks)
     difference = _first(comm.results_of_all(lambda: mine.look_up(digests)))
     # All ranks take the sizes of an export, or none does: the file may be missing on a node, or a row differ on a rank.
@@ -118,12 +118,12 @@ class BlockDigests(NamedTuple):
     """The digests of one rank's share of the blocks of rows."""
 
     layout: bytes = b""
-    """A digest of where the rows are in their blocks; empty if they are in none."""
+    """A digest of the place of every row in its block; empty if the rows are in no blocks."""
     digests: Sequence[bytes] = ()
 
 
 class _RankPass:
-    """The measuring of one rank's rows in steps: `digest_blocks`, `look_up`, `measure`, `compare`, in this order.
+    """Measure one rank's rows, in four steps: `digest_blocks`, `look_up`, `measure`, `compare`.
 
     For a source with `exported_sizes`, `measure` runs twice: of some rows, and of those that the export does not give.
     The last three return the first difference between headers and full encoding in words; None if there is none.
@@ -157,22 +157,22 @@ class _RankPass:
         return BlockDigests(blocks.layout(), [one for some in self._results(tasks, num_processes) for one in some])
 
     def look_up(self, digests: list[BlockDigests]) -> str | None:
-        """Load the sizes that the cache has for the rows. Keys are computed of rows that no earlier start has seen.
+        """Look up the rows in the cache. Keys are computed only for rows that no earlier start has seen.
 
-        `digests` are those of the blocks of each rank.
+        `digests` has the block digests of every rank.
         """
         with self._bar("Looking up lengths", len(self._rows)) as bar:
             for found in self._keys(digests):
                 self.sizes.take_keys(found)
                 bar.update(len(found.positions))
         if self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider):
-            return f"they were found to differ at an earlier start, which {self._caches.cache.path} remembers"
+            return f"an earlier start found that they differ, as {self._caches.cache.path} records"
         if self._encoders.by_header is None:
             self.sizes.forget_headers()
         return None
 
     def _keys(self, digests: list[BlockDigests]) -> Iterator[RowKeys]:
-        """Yield the keys of all rows, remembered or computed, and remember those that were computed."""
+        """Yield the keys of all rows, saved or computed, and save those that were computed."""
         unchanged, known = np.zeros(0, dtype=np.int64), self._known(digests)
         if known is not None:
             files = known.with_files()
@@ -190,9 +190,9 @@ class _RankPass:
             known.save(unchanged, found)
 
     def _known(self, digests: list[BlockDigests]) -> KnownKeys | None:
-        """Load the keys that earlier starts remembered; None if rows are in no blocks."""
+        """Load the keys that earlier starts saved; None if rows are in no blocks, or ranks have different blocks."""
         blocks, num_ranks = self._work.blocks, self._comm.num_ranks
-        # A rank may have the same rows in another order of its table, which has other blocks.
+        # A rank's table may have the same rows in another order, and so in other blocks.
         if blocks is None or not len(blocks) or len({of_rank.layout for of_rank in digests}) > 1:
             return None
         in_order = [digests[number % num_ranks].digests[number // num_ranks] for number in range(len(blocks))]
@@ -234,8 +234,8 @@ class _RankPass:
     def measure(self, num_drawn: int = 0, of: Positions | None = None) -> str | None:
         """Measure all rows that the cache does not have, or some of them, and compare some as the pass goes on.
 
-        Compared are: the first row of every kind that is not trusted yet, the first drawn row and, as long as their
-        pixels are a small share of all, the second row of each kind and the rest of `num_drawn` rows drawn by a seed.
+        These are the first row of every kind that is not trusted yet and the first drawn row. The second row of each
+        kind and the other `num_drawn` drawn rows follow, as long as their pixels are a small share of all pixels.
         """
         unknown = self.sizes.unknown() if of is None else of
         checks = Checks(self.sizes.drawn(num_drawn), self._caches.trust.remembered())
@@ -249,7 +249,7 @@ class _RankPass:
                     return str(chunk.difference)
                 if chunk.facts is None:
                     instead = self._believe(chunk, checks)
-                    # At the front of the queue, because sizes wait for their checks before they are saved.
+                    # Put checks at the front of the queue, because sizes are saved only after their checks.
                     tasks.extendleft(self._comparing(instead))
                     self.sizes.save(unconfirmed.confirm(chunk, instead))
                 else:
@@ -261,7 +261,7 @@ class _RankPass:
         return None
 
     def compare(self, positions: Positions) -> str | None:
-        """Encode rows both ways, except rows whose sizes were compared before."""
+        """Encode rows both ways, except those that were compared before."""
         todo = self.sizes.unproven(positions)
         with self._bar("Checking lengths", len(todo)) as bar:
             for chunk in self._results(self._comparing(todo.tolist())):
@@ -279,7 +279,7 @@ class _RankPass:
         self._work.distrust_headers()
 
     def _believe(self, chunk: Chunk, checks: Checks) -> list[int]:
-        """Trust the kinds of the rows that are equal. Returns other rows to compare in place of broken ones."""
+        """Trust the kinds of rows whose sizes agree. Returns rows to compare in place of those that failed."""
         instead: list[int] = []
         for position, proof in zip(chunk.positions.tolist(), chunk.sizes["proof"].tolist(), strict=True):
             if proof == AGREED:
@@ -300,7 +300,7 @@ class _RankPass:
         return _tasks(TaskKind.COMPARE, np.array(positions, dtype=np.int64), max(1, size))
 
     def _rows_of_a_task(self, num_rows: int) -> int:
-        """Choose the number of rows in a task, so that each process gets two tasks at least and none is idle."""
+        """Return the number of rows in a task: such that each process gets at least two tasks, and none is idle."""
         if self._encoders.by_header is None:
             return _CHUNK_IN_FULL
         num_processes = self._encoders.num_processes
@@ -327,7 +327,7 @@ def _tasks(kind: TaskKind, positions: Positions, size: int) -> deque[Task]:
 
 
 def _worth(amount: int, of_a_process: int) -> int:
-    """Return how many processes an amount of work is worth."""
+    """Return how many processes to use for an amount of work, one for each `of_a_process`."""
     return max(1, -(-amount // of_a_process))
 
 
@@ -336,7 +336,7 @@ def _first(differences: Iterable[str | None]) -> str | None:
 
 
 def _silence_of_headers(sizes: Sizes) -> str | None:
-    """Return a sentence if no row could be measured from headers, although none differs; otherwise None."""
+    """Say that no row could be measured from its headers, if that is so although none differs; otherwise None."""
     proofs = sizes["proof"][sizes["length"] > 0]
     is_silent = len(proofs) > 0 and not np.isin(proofs, (BY_HEADER, AGREED, VOUCHED)).any()
     return "no row could be measured without encoding it" if is_silent else None
@@ -367,14 +367,14 @@ def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | Non
 
 
 class Progress:
-    """One progress bar for measuring several sources. A row counts once for each stage that it goes through.
+    """Show one progress bar while several sources are measured. A row counts once for each stage.
 
     >>> with Progress(100) as progress, progress.stage("Lengths of captions", 100) as bar:  # shown if `is_shown`
     ...     _ = bar.update(100)
     """
 
     def __init__(self, num_rows: int = 0, *, is_shown: bool = False) -> None:
-        """`num_rows` are the rows of all sources that this rank measures."""
+        """Begin the bar. `num_rows` is the number of rows of all sources that this rank measures."""
         is_hidden = not (is_shown and num_rows)
         self._line: tqdm[Any] = tqdm(total=num_rows, unit="row", dynamic_ncols=True, disable=is_hidden)
         self._num_expected = num_rows
@@ -383,12 +383,12 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._line.total = self._line.n  # smaller if a stage ended early, at a row that differs
+        self._line.total = self._line.n  # show 100 %, even if a stage ended early at a row that differs
         self._line.close()
 
     @contextmanager
     def stage(self, text: str, num_rows: int) -> Iterator[tqdm[Any]]:
-        """Begin a stage over this many rows. The bar's total grows by the rows that it does not include yet."""
+        """Begin a stage over `num_rows`. The total of the bar grows by the rows that were not expected."""
         expected = min(num_rows, self._num_expected)
         self._num_expected -= expected
         self._line.total += num_rows - expected

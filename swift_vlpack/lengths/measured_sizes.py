@@ -23,13 +23,13 @@ from swift_vlpack.rows.faults import Fault
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthCaches:
-    """The saved findings of earlier starts and other sources; this pass uses them and adds its own."""
+    """The results that earlier starts and other sources saved. A length pass reads them and adds its own."""
 
     cache: LengthCache
     trust: Trust
     """The kinds of rows whose headers proved right."""
     reads: Reads = field(default_factory=Reads)
-    """Environment variables that this pass read while it encoded rows; part of the key from the next start on."""
+    """Environment variables that this pass read while it encoded rows. They are in the key from the next start on."""
 
 
 class Findings(NamedTuple):
@@ -48,7 +48,7 @@ class MeasuredSizes:
         self.sizes: NDArray[np.void] = np.zeros(len(rows), SIZE)
         self.keys = np.zeros(len(rows), KEY)
         self.stamps = np.zeros(len(rows), np.uint32)
-        """Stamp of each row's files as they are now; a cached size with another stamp is out of date."""
+        """Stamp of each row's files at present. A cached size with another stamp is out of date."""
         self._is_known: NDArray[np.bool_] = np.zeros(len(rows), dtype=bool)
         self._has_surplus_tags = np.zeros(len(rows), dtype=bool)
         self._faults: dict[int, Fault] = {}  # by index in the source
@@ -60,19 +60,19 @@ class MeasuredSizes:
     # -- look up ------------------------------------------------------------------------------------------------------
 
     def take_keys(self, found: RowKeys) -> None:
-        """Store the keys of some rows; `look_up` needs those of all rows."""
+        """Store the keys of some rows. `look_up` needs the keys of all rows."""
         self.keys[found.positions], self.stamps[found.positions] = found.rows["key"], found.rows["stamp"]
         self._has_surplus_tags[found.positions] = found.rows["has_surplus_tags"]
 
     def look_up(self, *, is_strict: bool, divider: Divider | None = None) -> bool:
         """Load what the cache has for these rows: sizes, failures and, with `divider`, the parts of rows.
 
-        With `is_strict`, failed rows stay unknown: they are tried again, so that a failure stops the run.
+        With `is_strict`, failed rows stay unknown, so that they are encoded again and stop the run.
         Returns True if an earlier start found that headers of this source are wrong.
         """
         saved = self._caches.cache.load()
         self._is_known, self.sizes = saved.of(self.keys)
-        # Rows whose files were changed (another stamp) are measured again.
+        # A row whose files were changed has another stamp, and is measured again.
         self._is_known &= self.sizes["stamp"] == self.stamps
         if self._caches.trust.is_revoked:
             self._is_known &= self.sizes["proof"] != VOUCHED
@@ -92,7 +92,7 @@ class MeasuredSizes:
                 self._faults[self._rows.index(position)] = fault
 
     def _look_up_parts(self, divider: Divider) -> None:
-        """Load the parts of divided rows. Rows without cached parts, or longer than their parts, are measured again."""
+        """Load the parts of cut rows. A row without cached parts, or longer than its parts, is measured again."""
         have_parts = divider.have_parts(*(self.sizes[name] for name in ("length", "images", "patches")))
         is_cut = np.flatnonzero(self._is_known & have_parts)
         saved = self._caches.cache.load_parts() if len(is_cut) else {}
@@ -130,14 +130,14 @@ class MeasuredSizes:
     def drawn(self, num_rows: int) -> Positions:
         """Draw at most `num_rows` of the rows that have no size yet."""
         unknown = self.unknown()
-        # Seeded by the source's name: every start draws the same rows, and each source draws others.
+        # The seed is the source's name, so that every start draws the same rows, and other sources draw other rows.
         return unknown[permutation(len(unknown), "lengths", self._rows.source.name)[:num_rows]]
 
     def unproven(self, positions: Positions) -> Positions:
         """Select the rows that have no size yet, or a size that was only read from image headers.
 
-        Sizes that trusted kinds vouch for are selected, too: the trust may come from an earlier start on this very
-        source, which was killed or had fewer rows, so it proves nothing about the extremes of all rows.
+        Also select sizes that trusted kinds vouch for. The trust may come from an earlier start on this very source,
+        which was killed or had fewer rows, so it proves nothing about the extremes of all rows.
         """
         return positions[~self._is_known[positions] | np.isin(self.sizes["proof"][positions], FROM_HEADERS)]
 
@@ -146,7 +146,7 @@ class MeasuredSizes:
         return int((self.sizes["reason"] == REASONS.index(reason)).sum())
 
     def findings(self) -> Findings:
-        """Return the results that are shared with the other ranks besides the sizes."""
+        """Return the results other than sizes, which all ranks exchange."""
         return Findings(
             faults=self._faults,
             parts={self._rows.index(position): parts for position, parts in self._parts.items()},
@@ -157,7 +157,7 @@ class MeasuredSizes:
     # -- store results ------------------------------------------------------------------------------------------------
 
     def take(self, chunk: Chunk) -> None:
-        """Store the results of a chunk. Header sizes become VOUCHED if another source has compared their kinds."""
+        """Store the results of a chunk. Header sizes become VOUCHED if all their kinds are trusted already."""
         if chunk.facts is not None:
             vouched = np.array([self._caches.trust.is_remembered(row.kinds) for row in chunk.facts], dtype=bool)
             chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
@@ -169,7 +169,7 @@ class MeasuredSizes:
         self._parts |= chunk.parts
 
     def save(self, chunks: list[Chunk]) -> None:
-        """Save the results of chunks to the cache, and which kinds are trusted now."""
+        """Save the results of chunks to the cache, and the kinds that are trusted now."""
         cache = self._caches.cache
         for chunk in chunks:
             positions = chunk.positions[chunk.is_saved]
@@ -183,9 +183,9 @@ class MeasuredSizes:
     def save_difference(self, chunk: Chunk, waiting: list[Chunk]) -> None:
         """Save that headers are wrong, and the results of the rows that were encoded in full.
 
-        `chunk` found the difference; `waiting` are chunks that were not saved yet.
+        `chunk` has the difference; `waiting` are chunks that were not saved yet.
         """
-        # Save the difference first: a process killed between the two must not leave sizes that look checked.
+        # Save the difference first: a process that is killed in between must not leave sizes that look checked.
         self._caches.trust.revoke(str(chunk.difference))
         self.save([chunk])
         for other in waiting:

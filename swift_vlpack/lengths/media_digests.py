@@ -1,7 +1,7 @@
-"""Find out which files have the same bytes, and read as little as possible for it.
+"""Find out which files have the same bytes, and read as little as possible.
 
-Files of different sizes differ. Of files of one size the middle and the end are read, 8 kB, and only of files that are
-equal there the whole. Digests are remembered by path, size and times, so a second start reads nothing.
+Files of different sizes differ. If files have equal sizes, 8 kB of their middle and end are read. Only files that are
+equal there are read whole. Digests are remembered by path, size and times, so a second start reads nothing.
 
 >>> identities({"a.jpg": FileState(10, 0, 0), "b.jpg": FileState(11, 0, 0)}) == {}  # neither is read
 True
@@ -28,9 +28,9 @@ Known = dict[tuple[str, FileState, str], str]
 
 
 def identities(files: Mapping[str, FileState], folder: Path | None = None, comm: Comm = ALONE) -> dict[str, str]:
-    """Return a digest of the bytes of each file that may equal another one; a file without a digest equals none.
+    """Return a digest of the bytes of each file that may equal another file. A file without a digest equals no other.
 
-    Every rank reads its share of the files, and all get the same result. `folder` is where digests are remembered.
+    Every rank reads its share of the files, and all get the same result. Digests are remembered in `folder`.
     """
     saved = None if folder is None else folder / MEDIA_DIGESTS
     # Only the first rank's file counts, because ranks on several machines may have files of their own.
@@ -50,7 +50,7 @@ def _is_small(state: FileState) -> bool:
 
 
 def _repeated(values: Mapping[str, Hashable]) -> list[str]:
-    """Return the names whose value another name has, too."""
+    """Return the names whose values occur more than once."""
     numbers = Counter(values.values())
     return [name for name, value in values.items() if numbers[value] > 1]
 
@@ -81,7 +81,7 @@ def _digest(path: str, size: int, *, is_whole: bool) -> str:
             while block := file.read(_NUM_BYTES_AT_ONCE):
                 digest.update(block)
         else:
-            # The beginning says least: files of one camera or program begin alike.
+            # The start of the file is not read, because files of one camera or program begin alike.
             for start in (size // 2, size - _NUM_BYTES_SAMPLED):
                 file.seek(start)
                 digest.update(file.read(_NUM_BYTES_SAMPLED))

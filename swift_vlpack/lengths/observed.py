@@ -1,11 +1,11 @@
 """Encode some rows and observe what their lengths depend on that reading source code (`context.py`) cannot find.
 
 Two kinds of input are observed: environment variables that are read in any way, and the user's own modules whose code
-runs, however it was loaded. A module enters the key with its functions as they are loaded and with the plain values
-that they name, because such a value may have come from a variable when the module was imported.
+runs, however it was loaded. The key then has the module's functions as they are loaded, and the plain values that they
+name: such a value may have come from an environment variable when the module was imported.
 
-Findings are saved for each source, under the digest of everything that reading source code finds. They only ever grow,
-because a start with nothing to measure observes nothing.
+Findings are saved for each source, under the digest of everything that reading source code finds. They are only ever
+added to, because a start that has nothing to measure observes nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from swift_vlpack.rows.source import Row, RowSource, rows_at, with_system
 from swift_vlpack.rows.watch import ReadStuck, watched
 
 _NUM_ROWS_LOOKED_AT, _NUM_ROWS_OBSERVED = 64, 8
-"""Look at 64 rows spread over a source, and observe the first row of each kind, 8 at most.
+"""Rows, spread over a source, among which to look for kinds; and most rows to observe, one of each kind.
 
-Variables that only other rows read are noted later, when these rows are measured (`length_pass.py`).
+Variables that only other rows read are recorded later, when those rows are measured (`length_pass.py`).
 """
 
 
@@ -50,7 +50,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Names of the inputs that were observed; their values are looked up at every start (`dependencies_in`)."""
+    """Names of the observed inputs. Their values are looked up at every start (`dependencies_in`)."""
 
     variables: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
@@ -58,7 +58,7 @@ class Observed:
     files: frozenset[str] = frozenset()
     """Source files of code that ran outside of `modules`: loaded later, or not as a module."""
     changing: frozenset[str] = frozenset()
-    """`module.name` of values that encoding makes or changes: results, not settings, so they are not in the key."""
+    """`module.name` of values that encoding makes or changes. They are results and no settings, so not in the key."""
 
     @classmethod
     def united(cls, some: Iterable[Observed]) -> Observed:
@@ -68,7 +68,7 @@ class Observed:
 
 
 class ObservedFile:
-    """A `.observed` file: one for each digest of what reading source code finds, shared by sources with that digest."""
+    """Read and append a `.observed` file. Sources for which reading source code finds the same share one file."""
 
     def __init__(self, path: Path, source: str) -> None:
         self._path = path
@@ -110,7 +110,7 @@ def observe(source: RowSource, encoders: Encoders) -> tuple[Observed, Reads]:
     codes: dict[int, tuple[CodeType, Any]] = {}
     with noted_reads() as reads:
         for row in _some_rows(source):
-            # Errors are ignored here, because the row is measured in a moment and reported then.
+            # Ignore errors: the row is measured in a moment, and its error is reported then.
             with suppress(Exception, ReadStuck):
                 watched(_profiled(codes, _encoding(source, encoders, row)), lambda: "")
     own = [(code, names) for code, names in codes.values() if _is_own(code, names)]
@@ -165,13 +165,14 @@ def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -
         if is_over:  # in a thread that `work` started and that outlives it
             sys.setprofile(None)
             return
-        # By `id`, because comparing code objects compares all their content. `codes` keeps them, so no id is reused.
+        # Compare by `id`, because `==` compares the whole content of code objects. `codes` keeps them alive, so no id
+        # is reused.
         if event == "call" and id(frame.f_code) not in codes:
             codes[id(frame.f_code)] = frame.f_code, frame.f_globals
 
     def profiled() -> Any:
         nonlocal is_over
-        before = sys.getprofile(), threading.getprofile()  # perhaps a profiler of the user
+        before = sys.getprofile(), threading.getprofile()  # the user may run a profiler
         threading.setprofile(note)
         sys.setprofile(note)
         try:
@@ -190,7 +191,7 @@ _late: set[str] = set()
 
 @contextmanager
 def late_imports() -> Iterator[None]:
-    """Count modules that are imported inside this block as imported by encoding."""
+    """Add the modules that are imported inside this block to `_late`."""
     before = set(sys.modules)
     try:
         yield
@@ -209,7 +210,7 @@ def _is_own_module(module: ModuleType | None) -> bool:
     if not isinstance(module, ModuleType):  # a program may put anything there
         return False
     file = getattr(module, "__file__", None)
-    # A module without a file is a notebook or made by a program, unless it has a `__spec__`, as Python's own have.
+    # A module without a file is a notebook or was made by a program, unless it has a `__spec__`, as built-in ones do.
     return getattr(module, "__spec__", None) is None if file is None else not is_installed(file)
 
 

@@ -1,13 +1,14 @@
 """Find the prefixes that rows share, before training and without pixels.
 
-Four steps, of which every rank does its share, and whose results are the same on all ranks:
+The pass has four steps. In each step every rank works on its share of the rows, and all ranks get the same result:
 
 1. Read the head of every row (`rows/prefixes.py`), and find out which media are the same (`media_digests.py`).
-2. Group the rows of all sources by head and media. A group of two rows and more has a prefix.
+2. Group the rows of all sources by head and media. A group of two or more rows has a prefix.
 3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
 4. Encode some rows of each source in full, to see that the prefix is the same in every row of a group.
 
-Rows that share with none although another row has their medium are counted by cause, and the log says the way out.
+A row may share with no other row although another row has its medium. Such rows are counted by cause, and the log says
+for each cause what a user can do.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from swift_vlpack.words import counted
 logger = logging.getLogger(__name__)
 
 NUM_GROUPS_CHECKED = 8
-"""Groups of each source of which two rows are encoded in full."""
+"""Number of groups of each source from which two rows are encoded in full and compared."""
 _ROWS_OF_TASK = 2048
 """Rows of a task whose heads are read: 50 ms."""
 _GROUPS_OF_TASK = 64
@@ -68,7 +69,7 @@ _SUFFIX = ".prefixes"
 
 
 class SourceToShare(NamedTuple):
-    """A measured source, what encodes its rows, and the file in which its lengths are remembered."""
+    """A measured source, the encoders of its rows, and the file in which its lengths are remembered."""
 
     source: RowSource
     encoders: Encoders
@@ -104,9 +105,9 @@ def with_prefixes(
     folder: Path | None = None,
     is_shown: bool = False,
 ) -> list[RowSource]:
-    """Return the sources with the prefixes that their rows share, and log how many do. All ranks get the same.
+    """Return the sources with the prefixes that their rows share, and log how many rows share. All ranks must call it.
 
-    `folder` is where digests of files are remembered, and `is_shown` shows a progress bar.
+    Digests of files are remembered in `folder`. `is_shown` shows a progress bar.
     """
     with Progress(is_shown=is_shown) as progress:
         found = _PrefixPass(given, limits, comm, folder, progress).found()
@@ -130,7 +131,7 @@ def sharing_rows(rows: FusionCaptionDataset, config: PackingConfig) -> FusionCap
 
 
 def log_sharing(source: RowSource) -> None:
-    """Log how many rows of a source share, and why others do not, with the way out."""
+    """Log how many rows of a source share a prefix, and for all others why not and what to do about it."""
     prefixes = source.prefixes
     if prefixes is None:
         return
@@ -175,7 +176,7 @@ class _HeadTask(NamedTuple):
 class _HeadWork:
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
-        # One a source, because rows of several tasks may name the same file.
+        # One reader for each source, because rows of several tasks may name the same file.
         self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
 
     def __call__(self, task: _HeadTask) -> _Heads:
@@ -227,13 +228,14 @@ class _Rows:
         return len(self.media)
 
     def merge_equal_files(self, digests: dict[str, str]) -> None:
-        """Give media with the same bytes one number, and make the names say which bytes these are."""
+        """Give media with the same bytes one number, and put the digest or the state of the file into their names."""
         names: dict[str, int] = {}
         merged = []
         for name in self.names:
             path = path_of(name)
             if path is not None:
-                # With the state, so that what is remembered of a prefix is forgotten if its file changes.
+                # The name includes the state of the file: if the file changes, the remembered length of its prefix is
+                # not found.
                 content = digests.get(path) or f"{path}\n{tuple(self.files[path])}"
                 name = f"{name[0]}c{content}"
             merged.append(names.setdefault(name, len(names)))
@@ -241,7 +243,7 @@ class _Rows:
         self.media = [tuple([merged[one] for one in of_row]) if of_row else () for of_row in self.media]
 
     def keys(self) -> Keys:
-        """Return the key of each row: equal for rows that may share; zeros for a row that shares with none."""
+        """Return the key of each row: equal for rows that may share; zeros for a row that shares with no other row."""
         keys = np.zeros(len(self), KEY)
         digests = [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest() for name in self.names]
         packed = self.digests.tobytes()
@@ -451,7 +453,7 @@ class _PrefixPass:
     def _checked(
         self, rows: _Rows, keys: Keys, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32]
     ) -> list[Alone]:
-        """Encode two rows of some groups of each source in full. Returns why rows of a source share nothing."""
+        """Encode two rows of some groups of each source in full. Returns, for each source, why no row may share."""
         pairs = [pair for number in range(len(self._given)) for pair in self._pairs(rows, of_groups, length, number)]
         wanted = [(source, self._check_key(rows, keys, one, other), one, other) for source, one, other in pairs]
         known = self._comm.results_of_all(lambda: [self._files[source].get(key) for source, key, *_ in wanted])[0]
@@ -470,7 +472,7 @@ class _PrefixPass:
                 known[at] = one
         failed = [Alone.NOTHING_SHARED] * len(self._given)
         for (source, *_), verdict in zip(wanted, known, strict=True):
-            # Random numbers are the reason why rows differ, so they are named first.
+            # If a template draws random numbers, that is why rows differ, so it is named before any other cause.
             if (
                 verdict is not None
                 and verdict.cause in (Alone.DIFFERS, Alone.DRAWS)
@@ -503,7 +505,7 @@ class _PrefixPass:
         for row in (one, other):
             source, index, _ = self._place(rows, row)
             given = self._given[source]
-            # A stream of its own for each row, as rows of different packs have in training.
+            # Each row draws from random numbers of its own, as rows of different packs do in training.
             with RandomStream("prefix", source, index) as stream:
                 try:
                     samples.append(
@@ -523,7 +525,7 @@ class _PrefixPass:
         lengths = self._lengths()
         shares = self._usable(rows) & (length > 0) & (lengths > length)
         key = np.where(shares, np.maximum(keys["high"], 1), NO_KEY).astype(np.uint64)
-        # Rows that stay without a partner share nothing.
+        # A row whose partners are all unusable shares nothing.
         _, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
         shares &= numbers[where] > 1
         key[~shares] = NO_KEY
@@ -562,7 +564,7 @@ class _PrefixPass:
 
 
 def _groups(keys: Keys, usable: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
-    """Return the rows of each key that two usable rows and more have, in their order; the first group first."""
+    """Return the groups of two or more usable rows with one key, in the order of their first rows."""
     rows = np.flatnonzero(usable)
     order = rows[np.argsort(keys["high"][rows], kind="stable")]
     starts = np.flatnonzero(np.diff(keys["high"][order], prepend=keys["high"][order[:1]] + np.uint64(1)))

@@ -28,14 +28,17 @@ from swift_vlpack.rows.samples import SampleError, SampleId
 from swift_vlpack.rows.source import Row, RowSource, rows_at, with_system
 
 _MANY_IMAGES = 3
-"""Rows with this many images or more are one kind: a template may treat one or two images in a special way."""
+"""Number of images from which rows are of one kind. A template may treat one or two images in a special way."""
 
 Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRows:
-    """Every n-th row of a source. Neighbours are often alike in size, so each rank gets its share of large rows."""
+    """Every n-th row of a source: the rows of one rank.
+
+    Not a block of rows, because neighbours are often alike in size, and one rank would get all the large ones.
+    """
 
     source: RowSource
     indices: NDArray[np.int64]
@@ -67,13 +70,13 @@ class RankRows:
 
 @dataclass(frozen=True, slots=True)
 class HeaderFacts:
-    """Facts from the headers of a row's images; `trust.py` uses them to choose the rows to check."""
+    """Facts from the headers of a row's images, by which `trust.py` chooses the rows to check."""
 
     kinds: tuple[str, ...] = ()
     pixels: int = 0
-    """Pixels of all images at the size in their files, which is what decoding them costs."""
+    """Pixels of all images as they are in their files, which is the cost of decoding them."""
     is_silent: bool = False
-    """True if the headers give no size, now and at later starts, so that the row was encoded in full."""
+    """True if the headers give no size, which will not change at later starts, so the row was encoded in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Measured:
     parts: tuple[Part, ...] = ()
     """Parts of a row that is cut, or its sequences."""
     is_saved: bool = True
-    """False for a size that a later start could not find whole in the cache."""
+    """False if a later start could not find both the size and its parts in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +99,15 @@ class Chunk:
     positions: Positions
     sizes: Sizes
     is_saved: NDArray[np.bool_]
-    """True for results that go to the cache. Failures that may pass do not, so the next start tries the rows again."""
+    """True for results that go to the cache. Failures that may pass do not, so that the next start retries the rows."""
     faults: dict[int, Fault] = field(default_factory=dict)
     """Why rows cannot be encoded, by index in the source."""
     parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     """Parts of the rows that are cut, by position."""
     facts: tuple[HeaderFacts, ...] | None = None
-    """One for each row that was measured; None if the rows were compared."""
+    """Facts for each row that was measured; None if the rows were compared."""
     difference: str | None = None
-    """Why headers cannot be trusted: the last row of the chunk, and both its sizes. None if all rows agree."""
+    """The difference in words: the last row of the chunk, and its size in both ways. None if all rows agree."""
     reads: Reads = field(default_factory=Reads)
     """Environment variables that were read while these rows were encoded."""
 
@@ -124,7 +127,7 @@ class Chunk:
             self.is_saved[at] = row.error.is_lasting
 
     def up_to(self, at: int, difference: str) -> Chunk:
-        """Return the chunk without the rows after place `at`, whose header was found to be wrong."""
+        """Return the chunk up to place `at`: that row differs, so the rows after it were not compared."""
         done = slice(at + 1)
         return Chunk(
             self.positions[done], self.sizes[done], self.is_saved[done], self.faults, self.parts, difference=difference
@@ -137,9 +140,9 @@ class Chunk:
 def kinds_of(row: Mapping[str, Any], length: int, image_kinds: Iterable[str]) -> tuple[str, ...]:
     """Return the kinds of a row: properties that a template may treat in a special way.
 
-    These are its columns, the number and form (path, URL, bytes) of its images or, for a text, its length class, and
-    the kinds of its images: format, mode, size class and aspect class. A size from headers is trusted if rows of all
-    these kinds agreed.
+    The kinds are its columns; the number and form (path, URL, bytes) of its images or, for a text, its length class;
+    and format, mode, size class and aspect class of each image. A size from headers is trusted if rows of all these
+    kinds agreed.
 
     >>> kinds_of({"messages": [{}], "images": ["a.jpg"], "tools": None}, 400, ["JPEG RGB 2^19 1:1"])
     ('columns images,messages', '1 images as path', 'JPEG RGB 2^19 1:1')

@@ -1,12 +1,12 @@
 """Digest the rows of a loaded data set in blocks, straight from its Arrow data: 300,000 texts in 0.2 s.
 
-A key of a row (`cache.py`) is made of its content in Python, which takes 16 us a text. So keys are remembered by block
-(`known_keys.py`): a block of neighbours whose content has the same digest has the same keys. What a file is called and
-when it was written is not asked, because the content itself is compared.
+The key of a row (`cache.py`) is made of its content in Python, which takes 16 us for a text. So keys are saved by block
+(`known_keys.py`): if a block of neighbouring rows has the same digest as before, its rows have the same keys as before.
+Neither the name nor the time of a data file matters, because the content itself is compared.
 
-Rows that are shuffled, drawn or split are still in the order of their file in the Arrow table, with an index to it.
-Blocks are cut from that table, so their digests depend on neither. They are counted from the first row of the file,
-so that rows that are appended change the last block only.
+Shuffled, drawn or split rows are an index into an Arrow table that has the order of the file. Blocks are cut from the
+table, so shuffling or splitting does not change them. Blocks are counted from the first row of the file, so that
+appended rows change the last block only.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from swift_vlpack.rows.source import RowSource
 
 NUM_ROWS = 1024
-"""Rows of a block. A change of one row computes the keys of its block again, which takes 16 ms."""
+"""Rows of a block. If one row changes, the keys of the whole block are computed again, which takes 16 ms."""
 _LEAST_SHARE_USED = 1 / 8
-"""Least share of the rows of a block that the source has (`#500` draws some). Below it, digesting the block would cost
-as much as the keys of these rows."""
+"""Least share of a block's rows that the source must have (`#500` draws only some). With fewer, to digest the block
+would cost as much as to compute the keys of its rows."""
 _DIGEST_BYTES = 16
 
 
@@ -37,21 +37,21 @@ class RowBlocks:
     """The blocks of a source: which block each row is in, and at which place."""
 
     block: NDArray[np.int64]
-    """The block of each row of the source; -1 for a row whose block is not worth a digest."""
+    """The block of each row of the source; -1 if the source has too few rows of the block to digest it."""
     place: NDArray[np.int64]
     """The place of each row in its block."""
     starts: NDArray[np.int64]
-    """Where each block starts in the table."""
+    """First row of each block in the table."""
     stops: NDArray[np.int64]
     table: Any
     settings: bytes
-    """Everything that a row of the source and its key are made of beside the Arrow data."""
+    """Everything but the Arrow data that decides the rows of the source and their keys."""
 
     @classmethod
     def of(cls, source: RowSource, context: str) -> RowBlocks | None:
         """Cut the rows of a source into blocks; None if they are not plain rows of a `datasets.Dataset`.
 
-        `context` is what their keys depend on beside the rows (`context.py`).
+        `context` is the digest of everything but the rows that their keys depend on (`context.py`).
         """
         rows: Any = source.rows
         if not _is_plain(rows):
@@ -62,7 +62,7 @@ class RowBlocks:
         indices = rows._indices
         at = np.arange(len(rows)) if indices is None else indices.column(0).to_numpy().astype(np.int64)
         block, place, starts, stops = _cut(at, source.row_numbers)
-        version = sys.modules["datasets"].__version__  # it makes Python values of Arrow's
+        version = sys.modules["datasets"].__version__  # datasets turns Arrow values into rows, so its version matters
         settings = repr((version, sorted(rows.features.items()), [(one.name, str(one.type)) for one in table.schema]))
         return cls(block, place, starts, stops, table, f"{context}\n{settings}\n{source.system!r}".encode())
 
@@ -70,24 +70,24 @@ class RowBlocks:
         return len(self.starts)
 
     def layout(self) -> bytes:
-        """Return a digest of where the rows of the source are in its blocks."""
+        """Return a digest of the block and place of every row."""
         arrays = (self.block, self.place, self.starts, self.stops)
         return hashlib.blake2b(b"".join(one.tobytes() for one in arrays), digest_size=_DIGEST_BYTES).digest()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the table that digesting reads, about."""
+        """Return roughly how many bytes of the table digesting reads."""
         num_rows = max(1, self.table.num_rows)
         return int(self.table.nbytes * int((self.stops - self.starts).sum()) / num_rows)
 
     def digests(self, blocks: Iterable[int]) -> list[bytes]:
-        """Return the digests of blocks: equal if all rows in them are equal, in order."""
+        """Return the digests of blocks. Two digests are equal if the blocks have equal rows in the same order."""
         return [self._digest(int(self.starts[block]), int(self.stops[block])) for block in blocks]
 
     def _digest(self, start: int, stop: int) -> bytes:
         total = hashlib.blake2b(self.settings, digest_size=_DIGEST_BYTES)
         for column in self.table.columns:
-            # By part and not by chunk, because where an Arrow table is divided into chunks says nothing about its rows.
+            # Digest by part and not by chunk: the same rows may be divided into other chunks.
             parts: dict[str, Any] = defaultdict(lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
             for chunk in column.slice(start, stop - start).chunks:
                 for name, content in _parts(chunk, ""):
@@ -99,7 +99,7 @@ class RowBlocks:
 
 def _is_plain(rows: Any) -> bool:
     """Tell whether rows are made of Arrow data by their features alone, without a transform or another format."""
-    # By name: rows may be of anything, and `datasets` is not imported only to see that they are not its own.
+    # Compare the name of the class: `datasets` is not imported only to find out that rows are something else.
     is_dataset = f"{type(rows).__module__}.{type(rows).__qualname__}" == "datasets.arrow_dataset.Dataset"
     return is_dataset and rows.format["type"] is None and set(rows.format["columns"]) == set(rows.column_names)
 
@@ -107,7 +107,7 @@ def _is_plain(rows: Any) -> bool:
 def _cut(
     at: NDArray[np.int64], row_numbers: Any
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut rows, which stand `at` these places of a table, into blocks."""
+    """Cut rows, which have the places `at` in a table, into blocks. Returns (block, place, starts, stops)."""
     nothing = np.zeros(0, dtype=np.int64)
     if not len(at):
         return nothing, nothing, nothing, nothing
@@ -122,14 +122,14 @@ def _cut(
     starts, stops = np.maximum(starts, first), np.minimum(starts + NUM_ROWS, last + 1)
     num_used = np.bincount(block, minlength=len(starts))
     is_worth = num_used >= np.maximum(1, _LEAST_SHARE_USED * (stops - starts))
-    # The place counts from where the digested block starts: the same digest must mean the same row at a place.
+    # Count places from the start of the digested block: the same digest must mean the same row at a place.
     place = at - starts[block]
     number = np.where(is_worth, np.cumsum(is_worth) - 1, -1)
     return number[block], place, starts[is_worth], stops[is_worth]
 
 
 def _is_supported(kind: Any) -> bool:
-    if isinstance(kind, pa.BaseExtensionType):  # as the JSON in which ms-swift keeps messages
+    if isinstance(kind, pa.BaseExtensionType):  # such as the JSON type in which ms-swift keeps messages
         return _is_supported(kind.storage_type)
     if pa.types.is_struct(kind):
         return all(_is_supported(kind.field(at).type) for at in range(kind.num_fields))
@@ -149,7 +149,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _parts(array: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the content of an Arrow array in named parts. Equal parts, joined over all chunks, mean equal rows."""
+    """Yield an Arrow array's content in named parts. Rows are equal if all parts, joined over chunks, are equal."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     kind = array.type
@@ -175,7 +175,7 @@ def _parts(array: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _values(array: Any, buffer: int, num_values: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    """Return the values of an array of fixed width, as they are in its buffer."""
+    """Return the values of a fixed-width array straight from its buffer, without a copy."""
     content = array.buffers()[buffer]
     # An array without values may have no buffer.
     if content is None or content.size == 0:

@@ -1,4 +1,4 @@
-"""Do the tasks of a worker process: compute the keys of rows, measure rows, or encode rows both ways and compare."""
+"""Do the tasks of a worker process: digest blocks, compute the keys of rows, measure rows, or encode them both ways."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from swift_vlpack.rows.urls import Urls
 from swift_vlpack.rows.watch import ReadStuck, watched
 from swift_vlpack.words import counted
 
-_PIXELS_OF_PATCH = 14 * 14  # the smallest patch of any family, so that the cost of a video is never underestimated
-_KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)  # the full encoding would fail in the same way
+_PIXELS_OF_PATCH = 14 * 14
+"""Pixels of the smallest patch of any family, to estimate the cost of a video by its patches."""
+_KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)
+"""Reasons that need no full encoding, which would fail in the same way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class Encoders:
     """The two encoders of a source's rows, and the settings of the pass."""
 
     by_header: RowEncoder | None
-    """Encodes without decoding images; None if headers are not to be trusted."""
+    """Encodes without decoding images; None if headers must not be trusted."""
     in_full: RowEncoder
     urls: Urls | None = None
     """Fetches the images of a chunk in parallel, for both encoders; None if URLs are not fetched ahead."""
@@ -50,26 +52,26 @@ class Encoders:
 
 
 class TaskKind(Enum):
-    """What to do with the rows of a task."""
+    """Name the work to do with the rows of a task."""
 
     DIGESTS = auto()
-    """Digest blocks; the positions of the task are their numbers."""
+    """Digest blocks. The positions of the task are numbers of blocks."""
     FILES = auto()
-    """Find out which of the rows have the files that they had."""
+    """Tell for each row whether its files are unchanged."""
     KEYS = auto()
     MEASURE = auto()
     COMPARE = auto()
 
 
 class Task(NamedTuple):
-    """Some rows, and what to do with them."""
+    """Some rows of this rank, and the work to do with them."""
 
     kind: TaskKind
     positions: Positions
 
 
 class RowsWork:
-    """Does tasks. Worker processes are forked with it, so rows, templates and cache are never pickled."""
+    """Do tasks. Worker processes are forked with this object, so rows, templates and cache are never pickled."""
 
     def __init__(self, rows: RankRows, cache: LengthCache, encoders: Encoders) -> None:
         self.encoders = encoders
@@ -79,12 +81,12 @@ class RowsWork:
         self._cache = cache
         self._position: int | None = None  # the row that this process works on
         self._thread = 0  # id of the thread that does the work
-        self._abandoned: dict[int, str] = {}  # rows whose reads never came back, with the error
+        self._abandoned: dict[int, str] = {}  # rows whose reads never ended, with the error
 
     def __call__(self, task: Task) -> Any:
         """Return the result of a task: digests, rows, `RowKeys` or a `Chunk`.
 
-        If the read of a row never ends, the task is done again without that row.
+        If reading a row never ends, the task is done again without that row.
         """
         with noted_reads() as reads:
             while True:
@@ -110,9 +112,9 @@ class RowsWork:
         return work[task.kind](task.positions)
 
     def _is_readable(self, position: int) -> bool:
-        """Note that work on a row begins. Returns False if reading the row was given up before."""
+        """Record that work on a row begins. Returns False if reading this row was abandoned before."""
         if threading.get_ident() != self._thread:
-            # A read that was given up came back after all; another thread has taken over the task, so end this one.
+            # An abandoned read came back after all. Another thread has taken over the task, so end this one.
             raise VLPackError("abandoned")
         self._position = position
         return position not in self._abandoned
@@ -141,18 +143,18 @@ class RowsWork:
             if measured is None or not self._is_final(measured.error):
                 is_silent = measured is not None and measured.error is not None and measured.error.is_lasting
                 measured = self._encoded(in_full, row, position, IN_FULL)
-                # No header gave these facts; such a row is checked only to see whether its header stays silent.
+                # The header gave no facts. Such a row is checked only to see whether its header stays silent.
                 measured = replace(measured, facts=HeaderFacts(is_silent=is_silent and measured.error is None))
             chunk.put(at, measured, self._rows.index(position))
             facts.append(measured.facts)
         return replace(chunk, facts=tuple(facts))
 
     def _is_final(self, error: SampleError | None) -> bool:
-        """Tell whether a result from headers stands. Under `is_strict` no error does: the full encoding raises it."""
+        """Tell whether a result from headers stands. Under `is_strict` no error stands: the full encoding raises it."""
         return error is None or (not self.encoders.is_strict and error.reason in _KNOWN_BY_HEADERS)
 
     def _compared(self, positions: Positions) -> Chunk:
-        """Encode rows both ways. Ends at the first row whose sizes differ."""
+        """Encode rows both ways, up to the first row whose sizes differ."""
         by_header, in_full = self.encoders.by_header, self.encoders.in_full
         assert by_header is not None
         chunk, rows = Chunk.empty(positions), self._rows_with_urls(positions, whole=True)
@@ -179,7 +181,7 @@ class RowsWork:
         """Read rows, and fetch the images that they name by URL: whole files if `whole`, else only their headers."""
         rows = self._rows.at(positions)
         if (urls := self.encoders.urls) is not None:
-            # Drop the images of the last chunk; otherwise those of the whole source would be in memory in the end.
+            # Drop the images of the last chunk, otherwise all images of the source would end up in memory.
             urls.forget()
             urls.read((url for row in rows for url in image_urls(row)), whole=whole)
         return rows
@@ -212,7 +214,7 @@ class RowsWork:
 
 
 def _have_parts(encoder: RowEncoder, size: Any) -> bool:
-    """Tell whether a start that finds this size in the cache looks for parts, too."""
+    """Tell whether a start that finds this size in the cache also looks for parts."""
     divider = encoder.divider
     columns = [size[name].astype(np.int64) for name in ("length", "images", "patches")]
     return divider is not None and bool(divider.have_parts(*columns))

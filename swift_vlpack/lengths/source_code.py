@@ -1,12 +1,12 @@
-"""Find and digest the code that lengths depend on, as far as no version of an installed package stands for it.
+"""Find and digest the code that lengths depend on, except for code that an installed package's version identifies.
 
 - For a class: the source files of the class and its bases, and every function as it is loaded, with patches.
 - For a plugin: its file.
 - For the user's own files among these: every module that they import from outside the installed packages.
 
-Imports are read from `import` statements, and from strings in files that load code by name. No code is run for this, so
-the result does not depend on which modules happen to be loaded. What reading cannot find is observed (`observed.py`).
-Comments, docstrings and line numbers of the user's own code do not count.
+Imports are read from `import` statements, and from strings in files that load code by name. No code is run, so the
+result does not depend on which modules happen to be loaded. `observed.py` finds what reading code cannot find.
+Comments, docstrings and line numbers of the user's own code do not change the digest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Code(NamedTuple):
     files: frozenset[str]
     """Files of the classes, of patched functions and of plugins, and the user's own files that these import."""
     packages: frozenset[str]
-    """Installed packages among them, by name. Their versions stand for everything that they import."""
+    """Names of the installed packages among them. A package's version covers everything that it imports."""
 
 
 def code_of(objects: Iterable[Any], plugins: Iterable[str] = ()) -> Code:
@@ -85,11 +85,11 @@ def digest_of_functions(objects: Iterable[Any]) -> str:
 
 
 def parts_of_function(function: FunctionType) -> Any:
-    """Return the code of a function; for the user's own, also the constants among its defaults and closure."""
+    """Return the code of a function, and for the user's own functions also constants among defaults and closure."""
     code = function.__code__
     if os.path.isfile(code.co_filename) and is_installed(code.co_filename):
         return _code_parts(code)
-    # Only constants, because other defaults and closure values may change while the program runs.
+    # Take constants only, because other defaults and closure values may change while the program runs.
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
     values = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()), *cells]
     return _instructions(code), [value for value in values if _is_constant(value)]
@@ -111,7 +111,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    """Return instructions with their constants, in place of indices, which a docstring would shift."""
+    """Return instructions with their constants in place of indices, which an added docstring would shift."""
     found = ((each.opname, each.argval) for each in dis.get_instructions(code) if each.opname not in _NO_WORK)
     return [(name, _instructions(value) if isinstance(value, CodeType) else _constant(value)) for name, value in found]
 
@@ -146,7 +146,7 @@ def digest_of_package(package: str) -> str | None:
 
 
 COVERED = ("swift_vlpack", "swift", "transformers", "qwen_vl_utils", "torch", "torchvision", "tokenizers", "PIL")
-"""Packages of which the version or the `digest_of_package` is in the key, so that their imports are not followed."""
+"""Packages whose version or `digest_of_package` is in the key, so their imports are not followed."""
 
 
 def _digest(parts: Iterable[bytes]) -> str:
@@ -186,7 +186,7 @@ def _code_parts(code: CodeType) -> tuple[Any, ...]:
 def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
         return _code_parts(value)
-    # Sorted, because a set has another order in every process.
+    # Sort, because a set has another order in every process.
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 

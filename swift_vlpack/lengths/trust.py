@@ -1,10 +1,10 @@
 """Decide which sizes from image headers to trust, by encoding some rows of every kind in full as well.
 
-A kind is a property that a template may treat in a special way (`rank_rows.kinds_of`). `Checks` chooses the rows to
-encode both ways while a source is measured: the first rows of every kind that is not trusted yet, and some drawn by a
-seed; the `extremes` in size follow. `Unconfirmed` keeps measured sizes out of the cache until their checks pass.
-`Trust` remembers the kinds that agreed, in a file for each context (template and settings), so that a kind is not
-compared again in the next source. One row that differs ends this trust for all sources.
+A kind is a property that a template may treat in a special way (`rank_rows.kinds_of`). While a source is measured,
+`Checks` chooses the rows to encode both ways: the first rows of every kind that is not trusted yet, and some drawn by a
+seed. The `extremes` in size follow. `Unconfirmed` keeps measured sizes out of the cache until their checks pass.
+`Trust` saves the kinds that agreed, in a file for each context (template and settings), so that the next source need
+not compare them again. A single row that differs ends this trust for all sources.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ NUM_PER_KIND = 2
 """Matches needed before a kind is trusted; a single match may be a rounding coincidence."""
 NUM_ROWS_DRAWN = 64
 """Rows of a source to draw and compare, whatever their kinds. If a tenth of all rows were wrong, 64 drawn rows would
-miss that once in a thousand times."""
+miss that in one of a thousand cases (0.9 ** 64)."""
 NUM_AT_EACH_END = 1
 """Rows to compare at either end of length, patches and aspect, because the limits of a template take effect there."""
 SHARE_COMPARED = 1 / 64
-"""Share of all pixels that may be decoded for rows beyond the first of every kind. The pass exists to avoid decoding,
-and a sixty-fourth of all decoding is lost in the noise."""
+"""Share of all pixels that may be decoded for rows beyond the first of every kind. The pass exists to avoid decoding; a
+sixty-fourth of all decoding hardly counts."""
 _NUM_SPARE = 8
-"""Rows of each kind that may replace broken ones; a kind with as many broken rows proves nothing."""
+"""Rows of each kind that are kept to replace broken ones. A kind with that many broken rows is not proved."""
 _AGREED, _DIFFERS = b'{"agreed": {', b'{"differs": '  # the beginnings of lines in the file
 
 
 class Trust:
-    """Counts the rows of each kind whose two sizes were equal, over all sources of the same context."""
+    """Count the rows of each kind whose two sizes were equal, over all sources of the same context."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Load the numbers saved in the file `path`; without a file nothing is saved."""
+        """Load the counts from the file `path`; without a path nothing is saved."""
         self.path = path
         self.is_revoked = False
         """True if headers of some source were wrong: then only comparisons of this run count."""
@@ -58,7 +58,7 @@ class Trust:
             self._set_aside()
         except OSError:
             pass  # no file yet; if the folder cannot be read, the length cache next to it says so
-        # In every source, not only in the one that differed: a rule that was wrong once may be wrong elsewhere.
+        # Trust no source, not only the one that differed: a rule that was wrong once may be wrong elsewhere.
         if self.is_revoked:
             self._remembered.clear()
 
@@ -90,20 +90,20 @@ class Trust:
             )  # fmt: skip
 
     def is_remembered(self, kinds: Iterable[str]) -> bool:
-        """Return whether rows of all these kinds were compared at earlier starts or in other sources."""
+        """Tell whether rows of all these kinds agreed at earlier starts or in other sources."""
         kinds = tuple(kinds)
         return bool(kinds) and all(self._remembered[kind] >= NUM_PER_KIND for kind in kinds)
 
     def remembered(self) -> Counter[str]:
-        """Return how many rows were compared before, by kind."""
+        """Return how many rows agreed before, by kind."""
         return Counter(self._remembered)
 
     def add(self, kinds: Iterable[str]) -> None:
-        """Count a row of these kinds that was compared and is equal."""
+        """Count a compared row of these kinds whose sizes are equal."""
         self._new.update(kinds)
 
     def save(self) -> None:
-        """Append to the file what was added since the last save."""
+        """Append the counts that were added since the last save to the file."""
         if self._new:
             self._append({"agreed": dict(self._new)})
             self._new.clear()
@@ -122,25 +122,25 @@ class Trust:
 
 
 def _begins(line: bytes, start: bytes) -> bool:
-    """Return whether a line begins with `start`; a line cut off by a killed process may be shorter than `start`."""
+    """Tell whether a line begins with `start`. A line that a killed process left unfinished may be shorter."""
     return line.startswith(start) or start.startswith(line)
 
 
 def _checked(numbers: Any) -> dict[str, int]:
-    """Check numbers of rows by kind that were read from the file; raises `ValueError`."""
+    """Return counts by kind that were read from the file. Raises `ValueError` if they are not counts."""
     if not isinstance(numbers, dict) or not all(type(number) is int and number > 0 for number in numbers.values()):
         raise ValueError
     return numbers
 
 
-# -- which rows to check ----------------------------------------------------------------------------------------------
+# -- rows to check ----------------------------------------------------------------------------------------------------
 
 
 class Checks:
-    """Choose the rows to encode both ways: the first row of every kind, and more as long as it costs few pixels."""
+    """Choose the rows to encode both ways: the first row of every kind, and more as long as they cost few pixels."""
 
     def __init__(self, drawn: Positions, num_compared: Counter[str]) -> None:
-        """`drawn` are rows to compare whatever their kinds; `num_compared` are rows of each kind found equal before."""
+        """Take the rows to compare whatever their kinds (`drawn`), and the number of rows that agreed, by kind."""
         self._drawn = set(drawn.tolist())
         self._first_drawn = int(drawn[0]) if len(drawn) else -1
         self._num_compared = num_compared
@@ -156,7 +156,7 @@ class Checks:
         is_from_header = np.isin(chunk.sizes["proof"], (BY_HEADER, VOUCHED)).tolist()
         chosen = []
         for position, row, by_header in zip(chunk.positions.tolist(), chunk.facts, is_from_header, strict=True):
-            # A row whose header is silent was encoded in full anyway; it is compared only if it was drawn.
+            # A row whose header is silent was encoded in full anyway, so it is compared only if it was drawn.
             if not by_header and not (row.is_silent and position in self._drawn):
                 continue
             if self._is_chosen(position, row):
@@ -186,7 +186,7 @@ class Checks:
     def _is_chosen(self, position: int, row: HeaderFacts) -> bool:
         least = min((self._num_compared[kind] for kind in row.kinds), default=NUM_PER_KIND)
         is_wanted = least < NUM_PER_KIND
-        # The first row of a kind and the first drawn row are compared at any cost, the others if they are cheap.
+        # Compare the first row of a kind and the first drawn row at any cost, other rows only if they are cheap.
         is_due = position == self._first_drawn or (is_wanted and least == 0)
         is_cheap = self._num_pixels_compared + row.pixels <= SHARE_COMPARED * self._num_pixels
         if not is_due and not (is_cheap and (is_wanted or position in self._drawn)):
@@ -198,23 +198,23 @@ class Checks:
 
 
 class Unconfirmed:
-    """Buffer measured rows until their spot checks pass.
+    """Buffer measured rows until their spot checks pass, and only then release them to be saved.
 
-    Only then they are saved: a pass that is killed in between must not leave sizes that the next one takes for checked.
+    If sizes were saved earlier, a pass that is killed in between would leave sizes that the next one takes for checked.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[list[Chunk], set[int]]] = []  # chunks, and the rows in them that are still to compare
 
     def add(self, chunk: Chunk, chosen: list[int]) -> list[Chunk]:
-        """Add a measured chunk, of which the rows `chosen` are to be compared. Returns what can be saved now."""
+        """Add a measured chunk, whose rows `chosen` will be compared. Returns the chunks that can be saved now."""
         self._entries.append(([chunk], set(chosen)))
         return self._ready()
 
     def confirm(self, chunk: Chunk, instead: list[int]) -> list[Chunk]:
-        """Add a chunk of compared rows; the rows `instead` replace those that proved nothing.
+        """Add a chunk of compared rows. The rows `instead` will be compared in place of those that failed.
 
-        Returns what can be saved now.
+        Returns the chunks that can be saved now.
         """
         positions = set(chunk.positions.tolist())
         for chunks, missing in self._entries:
@@ -225,7 +225,7 @@ class Unconfirmed:
         return self._ready()
 
     def all(self) -> list[Chunk]:
-        """Return everything that waits."""
+        """Return all waiting chunks."""
         return [chunk for chunks, _ in self._entries for chunk in chunks]
 
     def _ready(self) -> list[Chunk]:
@@ -247,7 +247,7 @@ def extremes(sizes: Sizes) -> NDArray[np.int64]:
     def ends() -> Iterator[NDArray[np.int64]]:
         for column in ("length", "patches", "aspect"):
             order = usable[np.argsort(sizes[column][usable], kind="stable")]
-            # Where all rows are equal, none is extreme.
+            # If all rows are equal in this column, none is extreme.
             if len(order) and sizes[column][order[0]] != sizes[column][order[-1]]:
                 yield order[:NUM_AT_EACH_END]
                 yield order[max(0, len(order) - NUM_AT_EACH_END) :]

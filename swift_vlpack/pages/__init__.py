@@ -1,9 +1,9 @@
 """Show packs and runs to people: in a terminal, as JSON, and as HTML pages that need no network.
 
-Values come first: `values.py` says what a pack, a sample and a step look like when they are shown. `make_values.py`
-makes these values of the plan, the tensors and the rows of training. Then `terminal.py` or `browser.py` show them, and
-both make every text of a row safe (`safe_text.py`). Reports of a run (`report.py`, `report_page.py`, `charts.py`) are
-shown in the same two ways. `page.py` is the shell of all HTML.
+`values.py` defines plain values for a pack, a sample and a step as they are shown. `make_values.py` makes these values
+from the plan, the tensors and the rows of training. `terminal.py` and `browser.py` show them, and both make every text
+of a row safe (`safe_text.py`). Reports of a run (`report.py`, `report_page.py`, `charts.py`) are also shown in a
+terminal or as HTML. `page.py` has the frame of every HTML page.
 
 >>> from swift_vlpack.pages.terminal import pack_parts, printed
 >>> from swift_vlpack.pages.values import Member, PackShown, Piece, SequenceTensors

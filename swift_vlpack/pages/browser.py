@@ -24,10 +24,10 @@ def browser(
     num_packs: int | None = None,
     model: str | None = None,
 ) -> tuple[str, str]:
-    """Make the page. Returns it, and in words how many packs it has.
+    """Make the page. Returns (page, a line that says how many packs it has).
 
-    Packs are taken until their data has `most_mb`, at least one: a page of 20 MB still opens on a phone. `model` and
-    the sources are in the title.
+    Packs are taken until their data reaches `most_mb`, but at least one: a page of 20 MB still opens on a phone. The
+    title names `model` and the sources.
     """
     taken: list[dict[str, Any]] = []
     num_bytes, is_full = 0, False
@@ -65,7 +65,7 @@ def _title(overview: Mapping[str, Any] | None, steps: Sequence[StepShown]) -> st
 def _sources(
     overview: Mapping[str, Any] | None, steps: Sequence[StepShown], packs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Name the sources of a page: those of the epoch, or of what is shown."""
+    """Name the sources of a page: all of the epoch, or those of the shown packs and steps."""
     if overview is not None:
         return list(overview["sources"])
     of_packs = {member["source"] for pack in packs for member in pack["members"]}
@@ -113,7 +113,7 @@ def _step(step: StepShown) -> str:
 
 
 def _as_data(pack: PackShown) -> dict[str, Any]:
-    """Collect what `browser.js` shows of a pack, and no more, because every byte counts against `--html_mb`."""
+    """Collect only what `browser.js` shows of a pack, because every byte counts against `--html_mb`."""
     return {
         "epoch": pack.epoch,
         "number": pack.number,

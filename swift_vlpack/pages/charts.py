@@ -1,7 +1,7 @@
-"""Draw the plots of a report with matplotlib, as SVG inside the text of the page.
+"""Draw the plots of a report with matplotlib, as SVG elements for the page.
 
-A plot is as wide as a phone, and two stand side by side where there is room. Colours are the variables of `page.css`,
-so that one drawing is right in light and in dark; its texts stay texts, in the font of the page.
+A plot is as wide as a phone; a wider window shows two side by side. Colours become the variables of `page.css`, so that
+one drawing is right in the light and the dark theme. Texts stay texts, in the font of the page.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from swift_vlpack.pages.safe_text import visible
 
 WIDTH, HEIGHT = 420, 220
-"""Units of a plot's drawing; the page scales it to its column."""
+"""Size of a plot in its own units; the page scales it to its column."""
 MOST_POINTS, NUM_MEANS = 300, 100
-"""A line of more points would be a smear: it is drawn pale, with so many means of neighbours on top. The pale line
-keeps what means hide, a single spike."""
+"""A line of more than `MOST_POINTS` would be a smear. It is drawn pale, with `NUM_MEANS` means of neighbours on top.
+The pale line still shows what means hide, such as a single spike."""
 MOST_DOTS = 60
-"""Up to so many points of a line have a dot each."""
+"""Most points of a line for which each point gets a dot."""
 LOG_FROM = 20.0
-"""From this ratio of the highest to the lowest loss on the axis is logarithmic: on a linear one up to 2, halving a loss
-of 0.1 moves the curve by 2.5 % of the height."""
+"""Ratio of the highest to the lowest loss from which the axis is logarithmic: on a linear axis up to 2, halving a loss
+of 0.1 would move the curve by 2.5 % of the height."""
 
 # matplotlib wants real colours; each is replaced by its variable when the drawing is put into the page.
 _VARIABLES = ("fg", "muted", "line", "bad", "c1", "c2", "c3")
@@ -44,9 +44,10 @@ _SERIES = ("c1", "c2", "c3")
 _ROUND = (1, 2, 2.5, 5, 10)
 """Steps between ticks, times a power of ten."""
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
-"""Lines are told apart by more than their colour."""
+"""Dash patterns, so that lines differ by more than their colour."""
 _SETTINGS: Any = {
-    # Of matplotlib itself, not of its user: with `text.usetex` in a matplotlibrc every plot would need LaTeX.
+    # Start from matplotlib's defaults, not the user's: with `text.usetex` in a matplotlibrc every plot would need
+    # LaTeX.
     **{name: value for name, value in mpl.rcParamsDefault.items() if not name.startswith("backend")},
     "svg.fonttype": "none",
     "text.parse_math": False,  # `$` in the name of a source is a dollar
@@ -75,7 +76,7 @@ Axis = Literal["share", "rate", "loss"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series by step; None is a gap."""
+    """A named series of (step, value); None in place of a value is a gap."""
 
     name: str
     points: Sequence[Point]
@@ -85,10 +86,10 @@ class Line:
 def line_chart(
     title: str, lines: Sequence[Line], axis: Axis, *, span: Sequence[float] = (), resumes: Sequence[float] = ()
 ) -> str:
-    """Draw lines over optimizer steps, and at least over those of `span`; return nothing if there is no value.
+    """Draw lines over optimizer steps, at least over the steps of `span`. Returns "" if there is no value.
 
-    A "share" is drawn from 0 % to 100 %, a "rate" from zero. A "loss" has the range of its values; gaps in it are
-    steps whose loss is no number, and have a cross at the foot of the plot.
+    The axis of a "share" goes from 0 % to 100 %, that of a "rate" from zero, that of a "loss" over its values. A gap in
+    a loss is a step whose loss is no number; a cross at the foot of the plot marks it.
     """
     values = [value for line in lines for _, value in line.points if value is not None]
     if not values:
@@ -124,7 +125,7 @@ def _draw_line(axes: Axes, line: Line, number: int, label: str | None) -> None:
     alone = [at for at in range(len(values)) if known[at + 1] and not known[at] and not known[at + 2]]
     dots = None if len(values) <= MOST_DOTS else alone  # a point between two gaps has no line
     look: Any = {"linewidth": 1.8, "linestyle": style, "marker": "o", "markersize": 3, "markevery": dots}
-    # A line along the edge of its axes, as a fill of 100 % is, would be cut in half.
+    # Do not clip: a line along the edge of its axes, such as a fill of 100 %, would be cut in half.
     look["clip_on"] = False
     axes.plot(steps, values, color=color, label=label, **look)
 
@@ -134,7 +135,7 @@ def _arrays(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def means(points: Sequence[Point]) -> Sequence[Point]:
-    """Replace neighbours by their mean, at the step of the last of them, where there are too many points.
+    """Reduce more than `MOST_POINTS` points to `NUM_MEANS` means of neighbours, each at the step of its last point.
 
     >>> means([(1, 2.0), (2, None)])
     [(1, 2.0), (2, None)]
@@ -150,7 +151,7 @@ def means(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _limit(axes: Axes, axis: Axis, values: Sequence[float]) -> None:
-    """Choose limits and ticks of the values: every tick says exactly where it stands."""
+    """Choose the limits and ticks of the value axis. Tick labels are exact, never rounded (`_number`)."""
     low, high = min(values), max(values)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=_ROUND))
     axes.yaxis.set_major_formatter(FuncFormatter(_number))
@@ -162,6 +163,7 @@ def _limit(axes: Axes, axis: Axis, values: Sequence[float]) -> None:
     elif low > 0 and high > LOG_FROM * low:
         axes.set_yscale("log")
         axes.set_ylabel("logarithmic")
+        # Up to three decades, powers of ten alone would be too few ticks.
         few = high < 1000 * low
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -169,7 +171,7 @@ def _limit(axes: Axes, axis: Axis, values: Sequence[float]) -> None:
 
 
 def _told(line: Line, axis: Axis) -> str:
-    """Say in words what a line shows, for those who do not see it."""
+    """Describe a line in words, for screen readers."""
     known = [(step, value) for step, value in line.points if value is not None]
     (first, start), (last, end) = known[0], known[-1]
     values = [value for _, value in known]
@@ -182,7 +184,7 @@ def _told(line: Line, axis: Axis) -> str:
 
 @mpl.rc_context(_SETTINGS)
 def bar_chart(title: str, names: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:
-    """Draw shares of each name, one lying bar for each series, with the share in numbers."""
+    """Draw a horizontal bar for each name and series, with the share in numbers."""
     if not names:
         return ""
     thick = 14.0
@@ -197,7 +199,7 @@ def bar_chart(title: str, names: Sequence[str], series: Mapping[str, Sequence[fl
         said = ["" if share is None else f"{share:.1%}" for share in shares]
         axes.bar_label(bars, said, padding=4, fontsize=11)
     most = max((share for shares in series.values() for share in shares if share is not None), default=1.0)
-    axes.set_xlim(0, 1.18 * most or 1.0)  # room for the number behind the longest bar
+    axes.set_xlim(0, 1.18 * most or 1.0)  # leave room for the number after the longest bar
     axes.set_ylim(len(names) * high, 0)
     axes.set_axis_off()
     figure.legend(loc="outside upper left", ncols=3)
@@ -206,7 +208,7 @@ def bar_chart(title: str, names: Sequence[str], series: Mapping[str, Sequence[fl
 
 @mpl.rc_context(_SETTINGS)
 def histogram(title: str, counts: Mapping[int, int]) -> str:
-    """Draw how many packs have which fill, in whole per cent."""
+    """Draw the number of packs by fill in whole per cent."""
     if not counts:
         return ""
     figure, axes = _empty()
@@ -221,7 +223,7 @@ def histogram(title: str, counts: Mapping[int, int]) -> str:
 
 @mpl.rc_context(_SETTINGS)
 def segments_chart(title: str, segments: Sequence[Mapping[str, Any]], num_steps: int) -> str:
-    """Draw a bar of steps for each segment: what was lost after a checkpoint is hollow, checkpoints are ticks."""
+    """Draw a bar of steps for each segment. Steps that a resume lost are hollow; checkpoints are ticks."""
     if not segments:
         return ""
     high = 34.0
@@ -245,7 +247,7 @@ def segments_chart(title: str, segments: Sequence[Mapping[str, Any]], num_steps:
 
 
 def _empty(high: float = HEIGHT) -> tuple[Figure, Axes]:
-    """Make a drawing without anything in it, outside of pyplot, which keeps every figure until it is closed."""
+    """Make an empty figure. Not by pyplot, which keeps every figure in memory until it is closed."""
     figure = Figure(figsize=(WIDTH / 72, high / 72), layout="constrained", facecolor="none")
     FigureCanvasSVG(figure)
     axes: Axes = figure.add_subplot(facecolor="none")
@@ -254,7 +256,7 @@ def _empty(high: float = HEIGHT) -> tuple[Figure, Axes]:
 
 
 def _count(axis: XAxis | YAxis) -> None:
-    """Put ticks at whole numbers."""
+    """Put ticks at whole numbers only."""
     axis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(_number))
 
@@ -278,10 +280,10 @@ def _percent(value: float, _: Any = None) -> str:
 
 def _figure(title: str, figure: Figure, told: str) -> str:
     with warnings.catch_warnings():
-        # Its own font lacks signs that the font of the page has; it only measures with it.
+        # matplotlib's own font lacks some characters. It is used to measure texts only; the page has its own font.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         text = StringIO()
-        # What is drawn decides its names inside of the page: equal reports are equal pages.
+        # Salt the ids of elements by the title, not by chance, so that equal reports give equal pages.
         with mpl.rc_context({"svg.hashsalt": title}):
             figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     label = escape(f"{title}: {told}")
@@ -293,7 +295,7 @@ def _figure(title: str, figure: Figure, told: str) -> str:
 
 
 def _inside(svg: str) -> str:
-    """Return the elements of a drawing as a page takes them: its colours, its font, a tenth of a pixel."""
+    """Return a drawing's elements for the page, with the page's colours and font, rounded to a tenth of a pixel."""
     root = ElementTree.fromstring(svg)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
@@ -307,13 +309,13 @@ def _inside(svg: str) -> str:
         if element.tag != "text":
             element.text = None
         element.tail = None
-    # Its only style is of every element of the page.
+    # Leave out the drawing's style sheet: inside the page it would apply to every element of the page.
     parts = [part for part in root if part.tag == "g" or (part.tag == "defs" and part.find("style") is None)]
     return "".join(ElementTree.tostring(part, encoding="unicode") for part in parts)
 
 
 def _of_page(value: str) -> str:
-    """Rewrite an attribute, none of which holds a text of the run."""
+    """Rewrite an attribute for the page. No attribute holds a text of the run, so nothing needs escaping."""
     value = re.sub(r" ?font-family: [^;]*;", "", value)
     for name, color in _COLORS.items():
         value = value.replace(color, f"var(--{name})")
@@ -321,6 +323,6 @@ def _of_page(value: str) -> str:
 
 
 def _cut(text: str, most: int = 48) -> str:
-    """Shorten a name from its front, where names of files are alike, and make it what XML can hold."""
+    """Shorten a name by its beginning, where names of files are alike, and escape what XML cannot hold."""
     text = visible(text).encode(errors="backslashreplace").decode()
     return text if len(text) <= most else f"...{text[3 - most :]}"

@@ -1,6 +1,6 @@
-"""Make the values that are shown: of the plan of an epoch, of the tensors of a pack, of the row of a sample.
+"""Make the values that are shown, from the plan of an epoch, the tensors of a pack and the row of a sample.
 
-Tensors are those of training itself: `pack_shown` takes a batch of the trainer's collator. `SampleLookup` adds what
+The tensors are those of training: `pack_shown` takes a batch of the trainer's collator. `SampleLookup` adds what
 tensors do not say: text, file and line, images.
 
 >>> kinds_of([1, 9, 9, 2, 3], [-100, -100, -100, 2, 3], placeholders={9})
@@ -48,7 +48,7 @@ from swift_vlpack.rows.media import is_name, media, real_file
 from swift_vlpack.rows.samples import SampleId
 
 THUMBNAIL = 128
-"""Pixels of the longer side of a small copy: some 4 KB as JPEG, so that 20 MB of a page hold thousands of them."""
+"""Pixels of a thumbnail's longer side: some 4 KB as JPEG, so that a page of 20 MB holds thousands of them."""
 _QUALITY = 70
 _AXES = ("time", "height", "width")
 _TENTHS = 10
@@ -57,7 +57,7 @@ _TENTHS = 10
 
 
 def overview_of(plan: EpochPlan) -> dict[str, Any]:
-    """Summarize an epoch: how full its packs are, where their samples are from, and which packs are worth a look."""
+    """Summarize an epoch: the fill of its packs, the sources of their samples, and the longest and emptiest pack."""
     packs, tokens = plan.packs, plan.packs.num_tokens_per_pack
     has_samples = tokens > 0  # a pack without a sample only completes a step
     fills = tokens[has_samples] / packs.config.packing_length
@@ -99,7 +99,7 @@ class SampleLookup:
 
     decode: Callable[[list[int]], str]
     placeholders: frozenset[int]
-    """Tokens that stand for what the vision tower gives."""
+    """Ids of the tokens that the vision tower's features replace."""
     row_of: Callable[[SampleId], Mapping[str, Any] | None]
     """Returns the row of data that a sample was made of; None if it cannot be read again."""
     answer_of: Callable[[SampleId], Sequence[int] | None]
@@ -109,7 +109,7 @@ class SampleLookup:
 
 
 class Place(NamedTuple):
-    """Where in a run a pack is trained."""
+    """The place of a pack in a run: the rank and the step that train it, among `num_packs` of its epoch."""
 
     num_packs: int | None = None
     rank: int = 0
@@ -117,7 +117,7 @@ class Place(NamedTuple):
 
 
 def pack_shown(batch: Batch, place: Place, lookup: SampleLookup, packing_length: int) -> PackShown:
-    """Show a pack; its tensors are those of the batch."""
+    """Make the shown value of a pack from its batch."""
     record = batch.record
     assert record is not None
     sequence = tensors_of(batch)
@@ -244,7 +244,7 @@ def _ranges(positions: Mapping[str, list[int]], start: int, num_tokens: int) -> 
 
 
 def _positions(batch: Batch) -> dict[str, list[int]]:
-    """Name the rows of `position_ids`: one counts tokens; three are time, height and width; four are all of them."""
+    """Name the rows of `position_ids`: one is the token; three are time, height, width; four are all of these."""
     positions: torch.Tensor = batch["position_ids"]
     rows: list[list[int]] = positions.reshape(-1, positions.shape[-1]).tolist()
     names = ("token",) if len(rows) == 1 else _AXES if len(rows) == len(_AXES) else ("token", *_AXES)
@@ -259,10 +259,10 @@ def _positions(batch: Batch) -> dict[str, list[int]]:
 def kinds_of(
     ids: Sequence[int], labels: Sequence[int], placeholders: Collection[int], answer: Sequence[int] | None = None
 ) -> list[str]:
-    """Tell the kind of each token.
+    """Return the kind of each token.
 
-    `answer` has the labels of the sample if every answer were trained: a token with a label there and none in `labels`
-    is masked. Without it such a token counts as prompt.
+    `answer` has the labels that the sample would have if every answer were trained: a token with a label there and none
+    in `labels` is masked. Without `answer`, such a token counts as prompt.
 
     >>> kinds_of([1, 9, 2, 3, 4], [-100, -100, -100, 3, -100], {9}, answer=[-100, -100, 2, 3, -100])
     ['prompt', 'vision', 'masked', 'supervised', 'prompt']
@@ -310,8 +310,8 @@ def _runs(kinds: Sequence[str]) -> Iterator[tuple[str, int, int]]:
 def pictures_of(row: Mapping[str, Any], num_tokens: Sequence[int], *, with_thumbnails: bool = False) -> list[Picture]:
     """List the images and videos of a row in order.
 
-    `num_tokens` are the lengths of the runs of vision tokens. They are given to the images if there is one run for
-    each; otherwise it is not known which tokens are whose.
+    `num_tokens` are the lengths of the runs of vision tokens. If there is one run for each image, the images get these
+    numbers; otherwise it is unknown which tokens belong to which image.
     """
     named = [medium for medium in media(row) if medium.kind in ("image", "video", "tag")]
     nums = list(num_tokens) if len(num_tokens) == len(named) else [None] * len(named)
@@ -324,11 +324,11 @@ def pictures_of(row: Mapping[str, Any], num_tokens: Sequence[int], *, with_thumb
 def _picture(kind: str, value: Any, num_tokens: int | None, with_thumbnails: bool) -> Picture:
     name = value if isinstance(value, str) and (is_name(value) or value.startswith("http")) else ""
     picture = Picture(kind, num_tokens, name=name)
-    # A video has no header that Pillow reads; an image of the network is not fetched only to be looked at.
+    # Pillow reads no header of a video; and an image is not downloaded only to be shown.
     file = None if kind == "video" else _file(value)
     if file is None:
         return picture
-    with suppress(Exception), Image.open(file) as image:  # a broken file has no size, whatever Pillow raises for it
+    with suppress(Exception), Image.open(file) as image:  # Pillow raises many things for a broken file: no size then
         picture = picture._replace(width=image.width, height=image.height)
         if with_thumbnails:
             picture = picture._replace(thumbnail=_thumbnail(image))
@@ -336,7 +336,7 @@ def _picture(kind: str, value: Any, num_tokens: int | None, with_thumbnails: boo
 
 
 def _file(value: Any) -> str | io.BytesIO | None:
-    """Return what Pillow can open of an image's value: bytes, a file on disk, or base64."""
+    """Return a file that Pillow can open, from bytes, a path or base64; None for anything else."""
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str):

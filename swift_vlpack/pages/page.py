@@ -1,4 +1,4 @@
-"""Write HTML pages: each is one file that needs no network, in light and dark, and prints well.
+"""Write HTML pages: each is one file that needs no network, has a light and a dark theme, and prints well.
 
 >>> made = page("Packs", "<p>12 packs</p>")
 >>> made.count("<html"), "12 packs" in made
@@ -21,15 +21,15 @@ from typing import Any
 from swift_vlpack.errors import ConfigError
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""Whatever text gets into a page, the page loads nothing and sends nothing."""
+"""Content security policy: whatever text gets into a page, the page loads nothing and sends nothing."""
 _MOST_NAMED = 3
 """Sources that a title names."""
 
 
 def page(title: str, body: str, style: str = "", script: str = "") -> str:
-    """Put a page together.
+    """Return the text of a page.
 
-    `body`, `style` and `script` are trusted; texts from elsewhere go through `escape` or `data` before they get there.
+    `body`, `style` and `script` are trusted: pass texts from elsewhere through `escape` or `data` before.
     """
     return f"""<!doctype html>
 <html lang="en">
@@ -57,15 +57,15 @@ def page(title: str, body: str, style: str = "", script: str = "") -> str:
 
 
 def data(name: str, value: Any) -> str:
-    """Put a value into the page as JSON, which `JSON.parse(document.getElementById(name).textContent)` reads.
+    """Return an element with a value as JSON. `JSON.parse(document.getElementById(name).textContent)` reads it.
 
-    No text in the value can end the element:
+    No text in the value can close the element:
 
     >>> data("rows", ["</script>"])
     '<script type="application/json" id="rows">["\\\\u003c/script\\\\u003e"]</script>'
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for letter in "<>&\u2028\u2029":  # they occur in strings only, where JSON allows this escape
+    for letter in "<>&\u2028\u2029":  # JSON has these characters in strings only, and allows this escape there
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return f'<script type="application/json" id="{escape(name)}">{text}</script>'
 
@@ -77,7 +77,7 @@ def asset(name: str) -> str:
 
 
 def subject(model: str | None, sources: Iterable[str]) -> str:
-    """Name model and data for the title of a page, both in short; empty if neither is known.
+    """Name model and sources for the title of a page, shortened; "" if neither is known.
 
     >>> subject("/models/tiny/", ["captions", "scans"]), subject("Qwen/Qwen3-VL", "abcdef"), subject(None, [])
     ('tiny on captions, scans', 'Qwen/Qwen3-VL on a, b, c and 3 more', '')
@@ -90,7 +90,7 @@ def subject(model: str | None, sources: Iterable[str]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to the file of `--html`. Raises `ConfigError` if that is not possible."""
+    """Write a page to the file of `--html`. Raises `ConfigError` if it cannot be written."""
     try:
         # A file name may have half a character (a lone surrogate), which UTF-8 cannot encode.
         path.write_text(text, encoding="utf-8", errors="backslashreplace")

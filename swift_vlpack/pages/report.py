@@ -1,7 +1,7 @@
-"""Show the report of a run (`runlog/report.py`): put it into words, and print it.
+"""Put the report of a run (`runlog/report.py`) into words, and print it in a terminal.
 
-`sections` puts every number into labelled lines and tables. A terminal prints them as they are; `report_page.py` adds
-plots. rich is imported where it prints only, because `vlpack --help` imports this module.
+`sections` turns the report into labelled lines and tables. A terminal prints them as they are; `report_page.py` adds
+plots. rich is imported inside of functions, because `vlpack --help` imports this module and has to be quick.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import IO, Any
 from swift_vlpack.words import by_reason, counted
 
 _MOST_ROWS = 60
-"""Lines of the timeline that are shown, because a long run has hundreds of checkpoints."""
+"""Most lines of the timeline that are shown: a long run has hundreds of checkpoints."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_BLOCKS = 60
 _WIDTH_OF_NO_TERMINAL = 120
@@ -26,22 +26,22 @@ Line = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report: labelled lines, then a table."""
+    """A part of a report with a title: labelled lines, then a table."""
 
     title: str
     lines: Sequence[Line] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     num_texts: int = 1
-    """So many first columns of the table are texts; the others are numbers, aligned to the right."""
+    """Number of leading columns that are texts; the other columns are numbers, aligned to the right."""
 
 
 def sections(report: Report) -> list[Section]:
-    """Put a report into words, part by part."""
+    """Return the parts of a report, with all numbers as texts."""
     return [
         Section("Run", tuple(_run(report))),
         Section("Trained", tuple(_trained(report))),
-        Section("Padding saved", tuple(_unpacked(report["unpacked"]))),
+        Section("Padding saved", tuple(_unpacked(report["unpacked"], shares=bool(report["trained"]["shared"])))),
         _sources(report),
         _left_out(report["left_out"]),
         _epochs(report["epochs"]),
@@ -68,7 +68,7 @@ def _run(report: Report) -> Iterator[Line]:
 
 
 def state(report: Report) -> str:
-    """Say how far the run is, and whether it has ended."""
+    """Say at which step the run is, and whether it has ended."""
     run = report["run"]
     of = f" of {run['num_steps']}" if run["num_steps"] else ""
     where = f"step {run['step']}{of}"
@@ -109,7 +109,7 @@ def _shared(trained: Report, shared: Report) -> Iterator[Line]:
         yield "", f"{apart} planned to share and, once encoded, did not; the log names them"
 
 
-def _unpacked(unpacked: Report | None) -> Iterator[Line]:
+def _unpacked(unpacked: Report | None, *, shares: bool) -> Iterator[Line]:
     if unpacked is None:
         yield "tokens", "not on record"
         return
@@ -117,7 +117,8 @@ def _unpacked(unpacked: Report | None) -> Iterator[Line]:
     saved, tokens = unpacked["num_padding_saved"], grouped(unpacked["num_tokens"])
     if saved <= 0:
         more = f"packs have {grouped(-saved)} more (packing_pad_to)" if saved else "packs have as many"
-        yield "tokens", f"none are saved: {tokens} un-packed, and {more}"
+        before = ", before what samples share" if shares else ""
+        yield "tokens", f"none are saved: {tokens} un-packed, and {more}{before}"
         return
     yield "tokens", f"{grouped(saved)} of {tokens} are saved, {percent(unpacked['padding_saved'])}"
     of_time, all_of_it = duration(unpacked["seconds_saved_estimated"]), duration(unpacked["seconds_estimated"])
@@ -151,7 +152,7 @@ def _left_out(left_out: Report) -> Section:
     if left_out["not_listed"]:
         lines.append(("not listed", f"{by_reason(left_out['not_listed'])}: counted in epoch reports only"))
     rows = [
-        (reason, about["meaning"], about["remedy"] or "mend or remove the rows", str(about["num_rows"]))
+        (reason, about["meaning"], about["remedy"] or "repair or remove the rows", str(about["num_rows"]))
         for reason, about in left_out["reasons"].items()
     ]
     return Section("Left out", lines, ("reason", "what it is", "what to do", "rows"), rows, num_texts=3)
@@ -237,7 +238,7 @@ def print_report(report: Report, file: IO[str]) -> None:
         return
     plain = StringIO()
     _print(Console(file=plain, highlight=False, markup=False, width=_WIDTH_OF_NO_TERMINAL, color_system=None), report)
-    # Because rich fills every line up to its width, which a diff of two reports would show.
+    # rich pads every line to the full width. Strip that, because a diff of two reports would show it.
     file.write("".join(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines()))
 
 
@@ -266,7 +267,7 @@ def _print_lines(console: Any, section: Section) -> None:
 
 
 def _print_curves(console: Any, series: Sequence[Report]) -> None:
-    """Draw how some numbers developed: a block for each logged step, or for several."""
+    """Draw fill, speed and loss over steps as lines of blocks."""
     for name, key in (("fill", "fill"), ("tokens/s", "tokens_per_second"), ("loss", "loss")):
         values = [point[key] for point in series if point[key] is not None]
         if len(values) > 1:
@@ -275,7 +276,7 @@ def _print_curves(console: Any, series: Sequence[Report]) -> None:
 
 
 def sparkline(values: Sequence[float], most: int = _MOST_BLOCKS) -> str:
-    """Draw values as blocks of eight heights, the least value lowest; of too many values, means of neighbours.
+    """Draw values as blocks of eight heights. More than `most` values are reduced to means of neighbours.
 
     >>> sparkline([0, 1, 2, 7]), sparkline([1, 1, 7, 7], most=2), sparkline([3, 3])
     ('▁▂▃█', '▁█', '▁▁')

@@ -32,7 +32,7 @@ dl.facts dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def report_page(report: Report) -> str:
-    """Make the page. Files are named from the run's folder on, because a page is read on other machines."""
+    """Return the page. Paths are relative to the run's parent folder, because pages are read on other machines."""
     folder = Path(report["folder"]).resolve()
     name = subject(report["run"]["model"], report["sources"])
     report = _without_place(report, f"{folder.parent}/" if folder.parent.name else "")
@@ -42,7 +42,7 @@ def report_page(report: Report) -> str:
 
 
 def _without_place(value: Any, above: str) -> Any:
-    """Cut the path above the run's folder off every text of the report, and write home folders as `~`."""
+    """Remove the path above the run's folder from every text of the report, and write home folders as `~`."""
     if isinstance(value, str):
         return without_home(value.replace(above, ""))
     if isinstance(value, Mapping):
@@ -52,9 +52,11 @@ def _without_place(value: Any, above: str) -> Any:
 
 def _tiles(report: Report) -> str:
     trained, unpacked = report["trained"], report["unpacked"]
+    shared = trained["shared"]
     tiles = [
         ("fill", percent(trained["fill_mean"])),
         ("padding saved", percent(unpacked["padding_saved"]) if unpacked else "-"),
+        *([("tokens saved by sharing", grouped(shared["num_shared_tokens"]))] if shared else []),
         ("tokens a second", grouped(trained["tokens_per_second"]) if trained["tokens_per_second"] else "-"),
         ("tokens", grouped(trained["num_tokens"])),
         ("samples", grouped(trained["num_samples"])),
@@ -73,7 +75,7 @@ def _plots(report: Report) -> str:
             f'<p class="muted">No plots: {escape(str(error.name))} is not installed; {escape(INSTALL)} brings it.</p>'
         )
     series = report["series"]
-    # All plots cover the same steps, because the loss may be logged more rarely.
+    # Give all plots the same range of steps: the loss may be logged more rarely than the other numbers.
     steps: dict[str, Any] = {
         "span": [point["step"] for point in (*series[:1], *series[-1:])],
         "resumes": _resumes(series),
@@ -91,7 +93,7 @@ def _plots(report: Report) -> str:
     shares = [line("vision tokens", "vision_share")]
     if any(point["padding_saved"] for point in series):
         shares.insert(0, line("padding saved", "padding_saved"))
-    titled = " and ".join(one.name for one in shares).capitalize()  # without any padding saved there is no such line
+    titled = " and ".join(one.name for one in shares).capitalize()  # "padding saved" is no line if none was saved
     plots = [
         line_chart("Fill of packs", [line("fill", "fill")], "share", **steps),
         line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], "rate", **steps),
@@ -105,7 +107,7 @@ def _plots(report: Report) -> str:
 
 
 def _resumes(series: Sequence[Report]) -> list[float]:
-    """Return the first step of every segment that goes on from another."""
+    """Return the first step of every segment that was resumed."""
     starts = {point["leg"]: point["step"] for point in reversed(series)}
     return [step for segment, step in sorted(starts.items()) if segment]
 
@@ -122,7 +124,7 @@ def _shares(sources: Report) -> dict[str, list[float | None]]:
 
 
 def _segments(report: Report) -> list[dict[str, Any]]:
-    """Find the bars of the timeline: where each segment begins, how far it counts, and how far it went."""
+    """Return a bar for each segment: its first step, its last step that was kept, and its last step."""
     segments: list[dict[str, Any]] = []
     for entry in report["timeline"]:
         if entry["event"] in ("start", "resume"):

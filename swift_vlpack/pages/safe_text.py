@@ -1,7 +1,7 @@
 r"""Make texts safe to show: rows of data are untrusted, and pages are passed on to other people.
 
-Every text of a row, a file name or an error goes through `visible` before a terminal or a page shows it. Texts that
-name files go through `without_home` before they get into a page.
+Pass every text of a row, a file name or an error through `visible` before a terminal or a page shows it. Pass texts
+that name files through `without_home` before they get into a page.
 
 >>> visible("a\x1b[31mb"), without_home("row 3 of /home/jane/data/a.jsonl")
 ('a␛[31mb', 'row 3 of ~/data/a.jsonl')
@@ -12,15 +12,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# Control characters, marks of writing direction, separators of lines and paragraphs, and what is no character at all.
+# Control characters, marks of writing direction, separators of lines and paragraphs, and code points without a
+# character.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff]")
 _CONTROL_PICTURES = 0x2400
-"""Where Unicode has a visible sign for each of the first 32 control characters, in their order."""
+"""First of the 32 visible signs that Unicode has for the first 32 control characters, in the same order."""
 _NUM_CONTROL_PICTURES = 0x20
 
 
 def visible(text: str) -> str:
-    r"""Replace characters that would move the cursor or turn writing around by signs; tabs and newlines stay.
+    r"""Replace invisible characters by signs, because they could move the cursor or reverse the writing.
+
+    Tabs and newlines stay.
 
     >>> visible("a\x1b[31mb\x00\tc")
     'a␛[31mb␀\tc'
@@ -36,7 +39,7 @@ def _sign(found: re.Match[str]) -> str:
 
 
 def without_home(text: str) -> str:
-    """Write home folders as `~`, because pages are shared, and account names are no part of what they show.
+    """Write home folders as `~`, because pages are shared and should not show account names.
 
     >>> without_home("row 3 of /home/jane/data/a.jsonl, /Users/joe"), without_home("/data/home/x")
     ('row 3 of ~/data/a.jsonl, ~', '/data/home/x')

@@ -1,6 +1,6 @@
-"""Show packs, steps and epochs in a terminal, by rich.
+"""Show packs, steps and epochs in a terminal, with rich.
 
-Colour comes on top: samples have letters and kinds of tokens have marks, so that a pipe or a file says the same.
+Nothing depends on colour: samples have letters and kinds of tokens have marks, so a pipe or a file shows the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swift_vlpack.words import counted
 
 STYLES = {PROMPT: "", SUPERVISED: "bold green", MASKED: "dim strike", VISION: "magenta"}
 MARKS = {PROMPT: " ", SUPERVISED: "+", MASKED: "-", VISION: "#"}
-"""Stand in front of every line, because colour is not there for everyone."""
+"""Mark at the beginning of every line of text, for readers without colour."""
 _SAMPLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _PREFIX = "="
@@ -40,11 +40,11 @@ _PREFIX = "="
 WIDEST_BAR = 100
 _WIDEST_FILL_BAR = 40
 _NUM_NAMED = 4
-"""Images of a sample that the table lists, because a document may have hundreds."""
+"""Most images of a sample that the table lists: a document may have hundreds."""
 
 
 def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) -> str:
-    """Lay out parts for a terminal of this width, or, without colour, for a file."""
+    """Return the text of some parts at this width, with colour codes if `is_colourful`."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, force_terminal=is_colourful, no_color=not is_colourful, highlight=False, markup=False,
@@ -56,7 +56,7 @@ def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) 
 
 
 def overview_parts(overview: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Show an epoch at a glance (`overview_of`): how full its packs are, and which are worth a look."""
+    """Show the overview of an epoch (`overview_of`): histogram of fill, sources, longest and emptiest pack."""
     yield Text(
         f"epoch {overview['epoch']}: {overview['num_packs']} packs of {overview['packing_length']} tokens for "
         f"{counted(overview['num_ranks'], 'rank')}, {overview['num_samples']} samples, "
@@ -81,7 +81,7 @@ def overview_parts(overview: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
-    """Show a pack: headline, bar, members, samples that were left out, and text."""
+    """Show a pack: headline, bar, table of samples, left-out samples, and the text of each sample."""
     yield Text(headline(pack), "bold")
     yield from _bar(pack, min(WIDEST_BAR, width - 2))
     yield _members(pack)
@@ -105,7 +105,7 @@ def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
 
 
 def headline(pack: PackShown) -> str:
-    """Say where in the run a pack is, and how full."""
+    """Return the headline of a pack: its place in the run, its fill, its shares of supervised and vision tokens."""
     of = "" if pack.num_packs is None else f" of {pack.num_packs} (numbered from 0)"
     step = "" if pack.step is None else f", trained in step {pack.step}"
     shared = f" for {pack.num_tokens_alone} of the samples alone" if pack.prefixes else ""
@@ -117,14 +117,14 @@ def headline(pack: PackShown) -> str:
 
 
 def letter(at: int) -> str:
-    """Return the letter that stands for a sample in bar, table and text."""
+    """Return the letter that stands for sample `at` of a pack in the bar, the table and the text."""
     return _LETTERS[at % len(_LETTERS)]
 
 
 def bar_widths(lengths: Sequence[int], capacity: int, width: int) -> list[int]:
-    """Divide the cells of a bar among samples, to scale.
+    """Divide the cells of a bar among samples, in proportion to their lengths.
 
-    Ends are rounded and not lengths, so that the cells never add up to more than the width.
+    The ends of samples are rounded, not their lengths, so that the cells never add up to more than the width.
 
     >>> bar_widths([50, 25], 100, 8), bar_widths([300], 100, 8)
     ([4, 2], [8])
@@ -194,7 +194,7 @@ def letters(prefix: SharedPrefix) -> str:
 
 
 def pictures_text(pictures: Sequence[Picture]) -> str:
-    """Write the images of a sample, only the first few of a document.
+    """List the first few images of a sample.
 
     >>> pictures_text([Picture("image", 391, 640, 480), Picture("video", None)])
     '640x480 = 391, video'
@@ -233,7 +233,7 @@ def piece_lines(member: Member | SharedPrefix, width: int) -> Iterator[Text]:
     console = Console(width=width, file=io.StringIO())
     for piece in member.pieces:
         lines = visible(piece.text).split("\n")
-        # A newline at the end of a piece is its last token, and begins no line.
+        # A newline at the end of a piece belongs to its last line, and begins no new one.
         shown = [f"{line}⏎" for line in lines[:-1]] + lines[-1:] * bool(lines[-1])
         for line in shown or [""]:
             for part in Text(line).wrap(console, max(1, width - 2)):
@@ -250,7 +250,7 @@ def example_parts(member: Member, width: int) -> Iterator[RenderableType]:
 
 
 def step_parts(step: StepShown) -> Iterator[RenderableType]:
-    """Show a step: its packs by rank, and the loss beside them."""
+    """Show a step: a headline with its loss, notes, and a table of its packs by rank."""
     yield Text(step_headline(step), "bold")
     for note in step.notes:
         yield Text(visible(note), "yellow")
@@ -285,7 +285,7 @@ def tokens_text(pack: TrainedPack, at: int) -> str:
 
 
 def step_headline(step: StepShown) -> str:
-    """Say what the log says of a step, and what it trained."""
+    """Return the headline of a step: its loss in the log, its packs and samples."""
     loss = "no loss in the log"
     if step.loss is not None and step.loss_of is not None:
         first, last = step.loss_of

@@ -1,7 +1,7 @@
-"""Hold what is shown of packs and steps as plain values, without a tensor and without a colour.
+"""Define plain values for packs, samples and steps as they are shown: no tensors, no layout.
 
-`make_values.py` makes them of what training has; `terminal.py` and `browser.py` show them, and `as_json` writes them
-for other programs. Names of fields are keys of that JSON, so they stay as they are.
+`make_values.py` makes these values from the objects of training. `terminal.py` and `browser.py` show them, and
+`as_json` writes them for other programs. Field names are keys of that JSON, so do not rename them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 PROMPT, SUPERVISED, MASKED, VISION = KINDS = ("prompt", "supervised", "masked", "vision")
-"""Kinds of tokens: of the prompt, of an answer and trained, of an answer and not trained, of an image or a video."""
+"""Kinds of tokens: in the prompt; in an answer and trained; in an answer and not trained; of an image or a video."""
 
 
 class Piece(NamedTuple):
@@ -46,7 +46,7 @@ class Member:
 
     id: str
     where: str
-    """File and line, or as much of that as is known."""
+    """File and line, or as much of it as is known."""
     source: str
     start: int
     """Index of its first token in the sequence."""
@@ -70,7 +70,10 @@ class Member:
         """Return the sample for other programs, without thumbnails."""
         share = round(self.share_of_vision, 4)
         shown = {"pictures": _without_thumbnails(self.pictures), "pieces": _as_dicts(self.pieces)}
-        return {**asdict(self), **shown, "share_of_vision": share}
+        made = {**asdict(self), **shown, "share_of_vision": share}
+        if self.prefix is None:  # for programs that know no prefixes
+            del made["prefix"]
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +111,9 @@ class SequenceTensors:
     labels: list[int]
     position_ids: list[list[int]]
     cu_seqlens: list[int]
-    """Where samples begin, and padding after them if there is any; the last number is the end.
+    """Start of every sample, then of the padding if there is any, then the end of the sequence.
 
-    Where samples share prefixes, where prefixes and branches begin.
+    If samples share prefixes, the starts are those of prefixes and branches.
     """
     parents: list[int] = field(default_factory=list)
     """Of each segment the index of its prefix, or -1; empty if no samples share a prefix."""
@@ -118,7 +121,7 @@ class SequenceTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class PackShown:
-    """A pack with everything in it."""
+    """A pack: its samples, its tensors, its place in the run, and the samples that were left out of it."""
 
     epoch: int
     number: int
@@ -150,7 +153,7 @@ class PackShown:
 
     @property
     def fill(self) -> float:
-        """Return the share of the capacity in use; above 1 for a sample too long for it, which is packed by itself."""
+        """Return tokens over capacity; above 1 for a single-long sample, which is packed alone."""
         return self.num_tokens / self.packing_length
 
     @property
@@ -166,9 +169,15 @@ class PackShown:
     def as_json(self) -> dict[str, Any]:
         """Return the pack for other programs."""
         made = asdict(self)
-        made["row"] = made.pop("sequence")  # the key that programs read since before the word was settled
+        made["row"] = made.pop("sequence")  # an older name of this key, which scripts read (docs/concepts.md)
+        if made["row"] is not None and not made["row"]["parents"]:
+            del made["row"]["parents"]  # so that a pack without shared prefixes is what it was before there were any
         made["members"] = [member.as_json() for member in self.members]
         made["prefixes"] = [prefix.as_json() for prefix in self.prefixes]
+        if not self.prefixes:  # as it was before samples could share any
+            del made["prefixes"]
+            if made["row"] is not None:
+                del made["row"]["parents"]
         counts = {"num_tokens": self.num_tokens, "fill": round(self.fill, 4), "num_supervised": self.num_supervised}
         return {**made, **counts, "num_vision": self.num_vision}
 
@@ -189,17 +198,17 @@ class TrainedPack:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShown:
-    """An optimizer step: the packs it trained, and what the log says of it."""
+    """An optimizer step: the packs that it trained, and its loss in the log."""
 
     step: int
     packs: Sequence[TrainedPack]
     known_from: str
-    """In words, whether the packs were computed again or recorded."""
+    """Says in words whether the packs were computed again or recorded."""
     loss: float | None = None
     loss_of: tuple[int, int] | None = None
-    """First and last step of those whose mean is the loss."""
+    """First and last of the steps that the loss is the mean of."""
     loss_before: float | None = None
-    """The loss logged before this one; given for a jump of the loss."""
+    """The loss logged before this one, if the step is shown as a jump of the loss."""
     notes: Sequence[str] = ()
 
     @property
@@ -209,4 +218,8 @@ class StepShown:
 
     def as_json(self) -> dict[str, Any]:
         """Return the step for other programs."""
-        return {**asdict(self), "num_samples": self.num_samples}
+        made = {**asdict(self), "num_samples": self.num_samples}
+        for pack in made["packs"]:
+            if not any(pack["shared"]):
+                del pack["shared"]
+        return made

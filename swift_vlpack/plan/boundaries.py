@@ -1,4 +1,4 @@
-"""Say where samples start in a sequence. Only their lengths are stored; everything else is derived.
+"""Define the boundaries of samples in a sequence. Only their lengths are stored; everything else is derived.
 
 >>> Boundaries((3, 2)).cu_seqlens
 (0, 3, 5)
@@ -103,12 +103,12 @@ class Boundaries:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens of the pack, without padding."""
+        """Return the number of tokens of the pack, without padding."""
         return sum(self.lengths)
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:  # (num_segments + 1,)
-        """Return the cumulative lengths, as variable-length attention kernels take them."""
+        """Return the cumulative lengths, from 0, which variable-length attention kernels take."""
         return (0, *accumulate(self.lengths))
 
     @property
@@ -136,13 +136,13 @@ class Boundaries:
         return (*numbered, *([0] * (total - self.num_tokens)))
 
     def check_positions(self, position_ids: Sequence[int]) -> None:
-        """Raise `BoundaryError` unless `position_ids` start at 0 and restart at 0 exactly where samples start."""
+        """Raise `BoundaryError` unless positions count up from 0 and restart at 0 at the start of every sample."""
         if len(position_ids) != self.num_tokens:
             raise BoundaryError(f"{len(position_ids)} positions for a pack of {self.num_tokens} tokens")
         if self.parents:
             self._check_positions_of_branches(position_ids)
             return
-        # Attention that reads boundaries from positions takes every 0 for a start: a wrong 0 cuts a sample in two.
+        # Attention that reads boundaries from positions takes every 0 for a start, so a wrong 0 cuts a sample in two.
         starts = {index for index, position in enumerate(position_ids) if position == 0}
         expected = set(self.document_starts)
         if missing := sorted(expected - starts):
@@ -173,10 +173,10 @@ class Boundaries:
         bos_id: int | None = None,
         pad_id: int | None = None,
     ) -> Boundaries:
-        """Recover the samples of a right-padded sequence of which only the tokens are known.
+        """Find the samples of a right-padded sequence by its tokens.
 
-        Give `eos_id` (a sample ends with it) or `bos_id` (a sample starts with it). Padding at the end belongs to no
-        sample, also if the pad token is the EOS token: of several EOS that close the sequence, the first ends the last
+        Give `eos_id` (each sample ends with it) or `bos_id` (each sample starts with it). Padding at the end belongs to
+        no sample. If the pad token is the EOS token and several of them end the sequence, the first one ends the last
         sample and the others are padding.
 
         >>> Boundaries.from_tokens([5, 6, 2, 7, 2, 2, 2], eos_id=2, pad_id=2).lengths
@@ -197,7 +197,7 @@ class Boundaries:
 
 
 def _end_of_samples(tokens: Sequence[int], eos_id: int | None, bos_id: int | None, pad_id: int | None) -> int:
-    """Return the index just past the last sample, without the padding that closes the sequence."""
+    """Return the index after the last token of the last sample, where the padding begins."""
     end = len(tokens)
     if pad_id is None or pad_id == bos_id:
         return end

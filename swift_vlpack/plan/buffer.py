@@ -1,4 +1,4 @@
-"""Hold the numbers of the items that wait for a pack, and say which of them leave together.
+"""Hold the sizes of the items that wait for a pack, and decide which of them leave together.
 
 >>> buffer = Buffer(PackingConfig(packing_length=10, packing_buffer=3, packing_strategy="best_fit"))
 >>> for serial, length in [(1, 6), (2, 5), (3, 4)]:
@@ -6,8 +6,8 @@
 >>> buffer.is_full, buffer.step(), buffer.serials
 (True, [[1, 3]], [2])
 
-An item is its serial number, its length and, under caps, what it uses of them. So a plan of a million items makes no
-object for any of them; `Packer` keeps the items of a stream beside a buffer.
+An item is a serial number, a length and, under caps, what it uses of each cap. So a plan of a million items makes no
+object for an item. For a stream, `Packer` keeps the items themselves in addition to a buffer.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.strategies import Caps, Groups, fill_around_oldest
 
 MAX_CARRY = 4
-"""How often an item may be carried over before its group leaves as it is.
+"""How often an item may be carried over before its group leaves, however full.
 
-A length that fits nothing else must not be held for ever, or come out as a remainder at the end of a stream. Measured
-on 100,000 lengths each of captions, a heavy tail and near halves: 4 needs within 0.1 % of the packs that 32 needs, and
-0 (never wait) up to 1 % more.
+A length that fits nothing else must not be held forever, or be dropped as the remainder of a stream. Measured on
+100,000 lengths each of captions, a heavy tail and near halves: 4 needs within 0.1 % of the packs that 32 needs, and 0
+(never wait) needs up to 1 % more.
 """
 MOST_DROPPED = 50
-"""`packing_drop_last` drops at most 1/50 of the items: in a small epoch the last pack would be a large share."""
+"""`packing_drop_last` drops at most 1/50 of the items: the last pack of a small epoch would be a large share."""
 
 
 class Buffer:
-    """At most `packing_buffer` items, as numbers. `seed` orders the packs that leave together."""
+    """At most `packing_buffer` items that wait for a pack. `seed` orders the packs that leave together."""
 
     def __init__(self, config: PackingConfig, seed: int = 0) -> None:
         self.config = config
         self.serials: list[int] = []
         self.shortest = config.packing_length
-        """The shortest item so far: `flush` asks whether anything would have fitted into the last pack."""
+        """The shortest item so far, with which `flush` tells whether anything would have fitted into the last pack."""
         self.num_grouped = 0
-        """How often the strategy grouped the buffer."""
+        """Number of times that the strategy has grouped the buffer."""
         self.is_in_order = config.packing_strategy in ("greedy", WINDOW)
         self._seed = seed
         self._strategy = strategy_named(config.packing_strategy)
-        # In order there is nothing to choose, so every item decides at once; the others wait for a full buffer.
+        # A strategy that keeps the order has nothing to choose, so it steps with every item. Others need a full buffer.
         self._num_to_step = 1 if self.is_in_order else config.packing_buffer
         self._capacity = config.packing_length
         self._limits = tuple(config.caps.values())
         self._shelf = Shelf(config.packing_length)
         self.lengths = self._shelf.lengths
-        self._uses: list[tuple[int, ...]] = []  # of the limits; empty without caps
+        self._uses: list[tuple[int, ...]] = []  # what each item uses of the limits; empty without caps
         self._beside: list[list[Any]] = [self.serials, self._uses] if self._limits else [self.serials]
-        self._num_carried: dict[int, int] = {}  # by serial, how often the buffer was packed without it
+        self._num_carried: dict[int, int] = {}  # serial -> how often the buffer was packed without the item
 
     def __len__(self) -> int:
         return len(self.serials)
@@ -66,7 +66,7 @@ class Buffer:
         return len(self.serials) >= self._num_to_step
 
     def add(self, serial: int, length: int, use: tuple[int, ...] = (), num_carried: int = 0) -> None:
-        """Put an item in. `use` has its samples, images and patches, as far as there are caps (`use_of_caps`)."""
+        """Add an item. `use` is what it uses of each cap that is set (`use_of_caps`)."""
         self.serials.append(serial)
         self._shelf.add((length,))
         if self._limits:
@@ -76,7 +76,7 @@ class Buffer:
         self.shortest = min(self.shortest, length)
 
     def fill(self, serials: Iterable[int], lengths: Iterable[int], uses: Iterable[tuple[int, ...]]) -> bool:
-        """Take items from the front of these until the buffer is full. Returns whether it is."""
+        """Add items from the front of these iterators until the buffer is full. Returns whether it is full."""
         num_more = self._num_to_step - len(self.serials)
         self.serials.extend(islice(serials, num_more))
         self._shelf.add(islice(lengths, num_more))
@@ -89,17 +89,17 @@ class Buffer:
         return self._num_carried.get(serial, 0)
 
     def step(self) -> Groups:
-        """Return the packs that are ready, as serials in order of arrival, and remove them. The buffer is full."""
+        """Remove and return the packs that are ready, as serials in order of arrival. Call it on a full buffer."""
         if self.is_in_order:
             return self._step_in_order()
         return self._step_around_oldest() if self.config.packing_strategy == "exact" else self._step_of_all()
 
     def leave(self) -> Groups:
-        """Let everything leave in one pack, if there is anything."""
+        """Remove all items and return them as one pack; return nothing from an empty buffer."""
         return self._leaving([list(range(len(self)))]) if self.serials else []
 
     def flush(self, num_items: int) -> tuple[Groups, list[int]]:
-        """End an epoch of so many items: return the packs of all that is held, and the remainder that is dropped."""
+        """End an epoch of `num_items`. Returns (packs of all held items, serials of the remainder that is dropped)."""
         groups, lengths = self._grouped(), self.lengths
         remainder = remainder_to_drop(
             [self._fill(group) for group in groups],
@@ -114,10 +114,10 @@ class Buffer:
         self._take(range(len(self)))
         return packs, dropped
 
-    # -- one step of each kind of strategy ---------------------------------------------------------------------
+    # -- steps by kind of strategy -----------------------------------------------------------------------------
 
     def _step_of_all(self) -> Groups:
-        """Group the whole buffer; groups that are filled, or have waited long enough, leave."""
+        """Group the whole buffer. Groups that are filled, or have waited long enough, leave."""
         groups = self._grouped()
         leaving = [group for group in groups if self._is_filled(group) or self._has_waited(group)]
         packs = self._leaving(self._shuffled(leaving or groups))
@@ -125,13 +125,13 @@ class Buffer:
         return packs
 
     def _step_around_oldest(self) -> Groups:
-        """Make one pack around the oldest item, which is how `exact` works; then the buffer is refilled."""
-        # One turn for each item at most: after that, all have been the oldest once, and none could fill a pack.
+        """Make one pack around the oldest item, as `exact` does; the buffer is refilled after each pack."""
+        # Try each item once at most: if each has been the oldest one and none could fill a pack, group them all.
         for _ in range(len(self)):
             group = fill_around_oldest(self._shelf, self._capacity, self._caps())
             if self._is_filled(group) or self._has_waited([0]):
                 return self._leaving([group])
-            self._put_oldest_last()  # carried over: its turn comes again after the others'
+            self._put_oldest_last()  # carry it over: its turn comes again after all others
         return self._leaving(self._grouped())
 
     def _put_oldest_last(self) -> None:
@@ -150,10 +150,10 @@ class Buffer:
             return self._leaving([list(everything[:-1])])
         return self._leaving([list(everything)]) if num_tokens == self._capacity else []
 
-    # -- what leaves, and how -----------------------------------------------------------------------------------
+    # -- leaving groups -----------------------------------------------------------------------------------------
 
     def _grouped(self) -> Groups:
-        """Let the strategy group the buffer. If a strategy of the user's fails, the error says in which buffer."""
+        """Let the strategy group the buffer. The error of a user's strategy names the buffer."""
         try:
             return self._strategy(self.lengths, self._capacity, self._caps())
         except StrategyError as error:
@@ -164,8 +164,8 @@ class Buffer:
         self.num_grouped += 1
         if self.is_in_order:
             return groups
-        # Most strategies list packs by their largest sample: unshuffled, training would get the long ones of every
-        # buffer first. The word "window" is part of the seed: another word would be another order for every plan.
+        # Shuffle: most strategies list packs by their largest sample, so training would get the long samples of every
+        # buffer first. Do not change the word "window" in the seed: it would change the order of every plan.
         return [groups[i] for i in permutation(len(groups), self._seed, "window", self.num_grouped).tolist()]
 
     def _leaving(self, groups: Groups) -> Groups:
@@ -175,7 +175,7 @@ class Buffer:
         return packs
 
     def _packs_of(self, groups: Groups) -> Groups:
-        # Sorted, because `exact` moves what it carries over to the end of the buffer.
+        # Sort, because `exact` moves the items that it carries over to the end of the buffer.
         return [sorted([self.serials[index] for index in group]) for group in groups]
 
     def _take(self, indices: Sequence[int]) -> None:
@@ -186,7 +186,7 @@ class Buffer:
                 self._num_carried.pop(self.serials[index], None)
         self._shelf.take(indices, *self._beside)
 
-    # -- how full -----------------------------------------------------------------------------------------------
+    # -- fill ---------------------------------------------------------------------------------------------------
 
     def _is_filled(self, group: Sequence[int]) -> bool:
         return self._fill(group) >= self.config.packing_min_fill_ratio
@@ -195,7 +195,7 @@ class Buffer:
         return any(self.num_carried(self.serials[index]) >= MAX_CARRY for index in group)
 
     def _fill(self, group: Sequence[int]) -> float:
-        """Return the largest share of any capacity: a pack that may take no more images is as full as it gets."""
+        """Return the largest used share of any capacity: a pack that may take no more images is full, too."""
         lengths = self.lengths
         fill = sum([lengths[index] for index in group]) / self._capacity
         caps = self._caps()
@@ -206,7 +206,7 @@ class Buffer:
 
 
 def use_of_caps(samples: Any, images: Any, patches: Any, config: PackingConfig) -> tuple[Any, ...]:
-    """Return what items use of the caps that are set, which count samples, images and patches."""
+    """Return what items use of each cap that is set; caps can limit samples, images and patches."""
     caps = config.caps
     return tuple(use for name, use in zip(CAPS, (samples, images, patches), strict=True) if name in caps)
 
@@ -228,7 +228,7 @@ def remainder_to_drop(
     """
     if not config.packing_drop_last or not fills:
         return None
-    # Of equally empty groups the last, as the strategies open their packs in order and fill the first ones up.
+    # Take the last one of equally empty groups, because strategies open packs in order and fill up the first ones.
     least = min(range(len(fills)), key=lambda index: (fills[index], -index))
     could_be_filled = rooms[least] >= shortest
     is_small = counts[least] * MOST_DROPPED <= num_items

@@ -1,7 +1,7 @@
-"""Save how far an epoch has come, in numbers from which another number of ranks can continue.
+"""Record how far an epoch has come, so that another number of ranks can continue.
 
-A plan is never saved, because it can be computed again. What is saved are its cuts, one for each number of ranks that
-worked on the epoch: how many ranks shared the packs, how many packs that made, and how many were trained on.
+A plan is never saved, because it can be computed again. Its cuts are saved, one for each number of ranks that worked on
+the epoch: how many ranks shared the packs, how many packs that made, and how many of them were trained.
 
 >>> from swift_vlpack.config import PackingConfig
 >>> from swift_vlpack.plan.planner import plan
@@ -10,7 +10,7 @@ worked on the epoch: how many ranks shared the packs, how many packs that made, 
 >>> cuts
 (Cut(num_ranks=2, num_packs=4, num_consumed=0),)
 >>> cuts = with_consumed(cuts, 2)  # one step was trained
->>> one, cuts = share(planned, cuts, num_ranks=1)  # and one rank goes on
+>>> one, cuts = share(planned, cuts, num_ranks=1)  # and one rank continues
 >>> cuts
 (Cut(num_ranks=2, num_packs=4, num_consumed=2), Cut(num_ranks=1, num_packs=2, num_consumed=0))
 >>> sorted([*two[0], *two[1], *one[0], *one[1]])
@@ -31,20 +31,20 @@ CUTS = [(Whole(1), Whole(), Whole())]
 
 
 class Cut(NamedTuple):
-    """The share of an epoch that one number of ranks did; the packs that were left went to the next cut."""
+    """The part of an epoch that one number of ranks trained. The next cut shares the packs that were left."""
 
     num_ranks: int
     num_packs: int
-    """Packs, after they were shared among the ranks."""
+    """Number of packs after they were shared among the ranks."""
     num_consumed: int
-    """Packs that were trained on, over all ranks."""
+    """Number of packs that were trained, over all ranks."""
 
 
 def share(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, least_packs: int = 0) -> tuple[Plan, tuple[Cut, ...]]:
-    """Share the packs among `num_ranks`. Returns the packs, and the cuts with this sharing as the last one.
+    """Share the packs among `num_ranks`. Returns (packs, cuts), where the last cut belongs to these ranks.
 
-    As many ranks as in the last cut continue it, with exactly the packs that would have come. Another number of ranks
-    shares what the last cut has left. A new epoch, without a cut, gets at least `least_packs` packs.
+    The same number of ranks as in the last cut continues it, with exactly the packs that would have come next. Another
+    number of ranks shares the packs that the last cut has left. A new epoch, without cuts, gets at least `least_packs`.
     """
     if not cuts:
         cuts = [Cut(num_ranks, max(least_packs, _rounded_up(len(plan), num_ranks)), 0)]
@@ -57,7 +57,7 @@ def share(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, least_packs: int =
 
 
 def replay(plan: Plan, cuts: Sequence[Cut]) -> Plan:
-    """Return the packs that the last cut counts in, without those that earlier cuts trained on."""
+    """Return the packs that the last cut refers to, without those that earlier cuts trained."""
     *past, last = cuts
     for cut in past:
         plan = _aligned(plan, cut).rest(cut.num_consumed)
@@ -65,29 +65,29 @@ def replay(plan: Plan, cuts: Sequence[Cut]) -> Plan:
 
 
 def with_consumed(cuts: Sequence[Cut], num_more: int) -> tuple[Cut, ...]:
-    """Return the cuts after the present ranks have trained on `num_more` packs."""
+    """Return the cuts after the present ranks have trained `num_more` more packs."""
     *past, last = cuts
     return (*past, last._replace(num_consumed=last.num_consumed + num_more))
 
 
 def num_consumed(cuts: Sequence[Cut]) -> int:
-    """Count the packs of the epoch that were trained on, by all ranks of all runs."""
+    """Return how many packs of the epoch were trained, in all cuts together."""
     return sum(cut.num_consumed for cut in cuts)
 
 
 def is_finished(cuts: Sequence[Cut]) -> bool:
-    """Tell whether nothing of the epoch is left."""
+    """Tell whether no pack of the epoch is left."""
     return bool(cuts) and cuts[-1].num_consumed == cuts[-1].num_packs
 
 
 def cuts_from(saved: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
-    """Read cuts from JSON. Raises `StateMismatch` for numbers that cannot be."""
+    """Read cuts from JSON. Raises `StateMismatch` for impossible numbers."""
     check_shape(saved, CUTS, "cuts")
     cuts = tuple(Cut(*numbers) for numbers in saved)
     for cut in cuts:
         # Each rank trains one pack of a step, so no run writes a number that is not a multiple of its ranks.
         if cut.num_packs % cut.num_ranks or cut.num_consumed % cut.num_ranks or cut.num_consumed > cut.num_packs:
-            raise StateMismatch(f"the saved state is damaged: {cut} cannot be")
+            raise StateMismatch(f"the saved state is damaged: {cut} is impossible")
     return cuts
 
 

@@ -10,9 +10,9 @@
 >>> [epoch.samples(epoch.packs[number]) for number in epoch.numbers_left(rank=0)]  # (source, row) of each sample
 [[(0, 1), (0, 3)]]
 
-A plan is never saved, because the same recipe gives the same plan. What is saved is how far the epoch has come
-(cuts.py) and the digest of the packs in the order that this counts in: drawn, packed, cut for the ranks, matched in
-cost.
+A plan is never saved, because the same recipe gives the same plan. A checkpoint has how far the epoch has come
+(cuts.py), and the digest of the packs in the order that these numbers refer to: drawn, packed, cut for the ranks,
+matched in cost.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
 """The rows of an array of sizes. A length of 0 means that the row of data cannot be encoded."""
 Sizes = NDArray[np.integer[Any]]  # (4, num_rows)
 NameOfRow = Callable[..., str]
-"""Makes the name of a sample for the log, from the numbers of source and row and the span of a part."""
+"""Function that returns the name of a sample for the log, from the numbers of source and row and the span of a part."""
 Where = tuple[int, int] | tuple[int, int, Span]
-"""The numbers of source and row of a sample, and which part of the row it is if the row was cut."""
+"""(source, row) of a sample, or (source, row, span) if the row was cut."""
 _NOT_CUT = Span(0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe:
-    """All that the epochs of a run follow from, besides their numbers."""
+    """Everything that decides the epochs of a run, other than their numbers."""
 
     sizes: tuple[Sizes, ...]
     """The sizes of all rows, by source."""
@@ -76,13 +76,13 @@ class DrawnEpoch:
 
     epoch: int
     schedule: Schedule
-    """The drawn rows in order; a row that is cut is there once for each of its parts, one after the other."""
+    """The drawn rows in order. A cut row has one entry for each of its parts, one after the other."""
     sizes: Sizes
     """The sizes at every position of the schedule."""
     spans: NDArray[np.int32] | None = None
     """(5, num_positions): the fields of `Span`, 0 for rows that are not cut; None if no row is cut."""
     batch: NDArray[np.int32] | None = None
-    """The un-packed batch at each position, from which its optimizer step follows; None if steps are not kept."""
+    """The un-packed batch of each position, which decides its optimizer step; None if steps are not kept."""
     shared: NDArray[np.int32] | None = None
     """The tokens that each sample shares with the one at the position before it; None if no sample shares any."""
 
@@ -121,7 +121,7 @@ class DrawnEpoch:
 
     @property
     def is_further_part(self) -> NDArray[np.bool_]:
-        """Mark positions with a part of a row that is not its part 0, because a row is counted once, by part 0."""
+        """Return a mask of positions with part 1, 2, ... of a row. A row is counted once, by its part 0."""
         if self.spans is None:
             return np.zeros(len(self.schedule), dtype=bool)
         further: NDArray[np.bool_] = self.spans[0] > 0
@@ -129,18 +129,18 @@ class DrawnEpoch:
 
     @property
     def num_rows(self) -> int:
-        """Count the rows that were drawn; a row in several parts counts once."""
+        """Return the number of drawn rows. A row in several parts counts once."""
         return len(self.schedule) - int(self.is_further_part.sum())
 
     @property
     def unreadable(self) -> NDArray[np.int64]:
-        """List positions that are in no pack: rows that cannot be encoded, and parts that cutting left out."""
+        """Return the positions without a length: rows that cannot be encoded, and parts that cutting left out."""
         return np.flatnonzero(self.lengths == 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedEpoch(DrawnEpoch):
-    """The packs of an epoch before ranks share them. Their items are positions in the schedule."""
+    """The packs of an epoch before they are shared among ranks. Their items are positions in the schedule."""
 
     packs: Plan
     step: UnpackedStep | None = None
@@ -149,57 +149,57 @@ class PackedEpoch(DrawnEpoch):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan(PackedEpoch):
-    """The packs of an epoch as ranks train them, in the shared order."""
+    """The packs of an epoch in the order in which ranks train them."""
 
     unshared: Plan
-    """The packs before some are cut in two, to give ranks and epochs equally many."""
+    """The packs before some are cut in two, so that all ranks and epochs have equally many."""
     cuts: tuple[Cut, ...]
-    """How far the epoch had come when it was started or resumed; the last cut belongs to the present ranks."""
+    """How far the epoch had come when it was begun or resumed. The last cut belongs to the present ranks."""
 
     def __len__(self) -> int:
         return len(self.packs)
 
     @property
     def num_ranks(self) -> int:
-        """Count the ranks that share the packs."""
+        """Return the number of ranks that share the packs."""
         return self.cuts[-1].num_ranks
 
     @property
     def num_consumed(self) -> int:
-        """Count the packs that were trained on, by all ranks of all runs."""
+        """Return how many packs were trained before, in all cuts together."""
         return num_consumed(self.cuts)
 
     @property
     def num_steps(self) -> int:
-        """Count the optimizer steps of the epoch, where they are kept as un-packed training has them."""
-        assert self.packs.batches is not None, "steps are the trainer's here"
+        """Return the number of optimizer steps of the epoch. Only for steps that keep their samples."""
+        assert self.packs.batches is not None, "only the trainer knows the number of steps"
         return len(self.packs.batches)
 
     @property
     def num_steps_consumed(self) -> int:
-        """Count the optimizer steps that were trained, where they are kept."""
+        """Return the number of optimizer steps that were trained. Only for steps that keep their samples."""
         return _steps_of(self.packs, self.cuts[-1].num_consumed)
 
     @property
     def num_left_per_rank(self) -> int:
-        """Count the packs that each rank still trains on, from the start or the resume on."""
+        """Return how many packs each rank has left to train, from where the epoch was begun or resumed."""
         return (self.cuts[-1].num_packs - self.cuts[-1].num_consumed) // self.num_ranks
 
     def num_steps_left(self, accumulation: int) -> int:
-        """Count the optimizer steps that are left; `accumulation` counts where steps do not keep their samples."""
+        """Return the number of steps left. `accumulation` is ignored if steps keep their samples."""
         if self.packs.batches is None:
             return num_steps(self.num_left_per_rank, accumulation)
         return self.num_steps - self.num_steps_consumed
 
     def batches_of_step(self, step: int, accumulation: int) -> slice:
-        """Return which of the packs that a rank has left (`numbers_left`) are trained in a step, counted from 0."""
+        """Return the slice of a rank's packs (`numbers_left`) that step `step`, counted from 0, trains."""
         if self.packs.batches is None:
             return slice(step * accumulation, (step + 1) * accumulation)
         left = self.packs.batches[self.num_steps_consumed :]
         return slice(int(left[:step].sum()), int(left[: step + 1].sum()))
 
     def step_of_batch(self, batch: int, accumulation: int) -> int:
-        """Return the step, counted from 0, that trains one of the packs that a rank has left."""
+        """Return the step, counted from 0, that trains pack `batch` of a rank's packs (`numbers_left`)."""
         if self.packs.batches is None:
             return batch // accumulation
         left = np.cumsum(self.packs.batches[self.num_steps_consumed :])
@@ -207,15 +207,15 @@ class EpochPlan(PackedEpoch):
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether nothing of the epoch is left."""
+        """Tell whether no pack of the epoch is left."""
         return is_finished(self.cuts)
 
     def numbers_left(self, rank: int) -> range:
-        """Return the numbers of the packs that a rank still trains on, from the start or the resume on."""
+        """Return the numbers of the packs that a rank has left, from where the epoch was begun or resumed."""
         return self.packs.for_rank(rank)[self.cuts[-1].num_consumed // self.num_ranks :]
 
     def digest(self) -> str:
-        """Return the digest of the packs in the order that saved numbers count in: shared, aligned, balanced."""
+        """Return the digest of the packs in the order that saved numbers refer to: shared, aligned, balanced."""
         return self.packs.digest()
 
 
@@ -227,10 +227,10 @@ def plan_epoch(
     least_packs: int = 0,
     packed: PackedEpoch | None = None,
 ) -> EpochPlan:
-    """Draw, pack and share an epoch, and continue where the cuts left it. A new epoch has no cuts.
+    """Draw, pack and share an epoch, and continue after its cuts. A new epoch has no cuts.
 
-    `least_packs` is the least number of packs of a new epoch, because all epochs of a run have equally many. `packed`
-    is the result of `pack_epoch`, if a thread made it ahead of time.
+    A new epoch gets at least `least_packs` packs, because all epochs of a run have equally many. `packed` is the result
+    of `pack_epoch`, if a thread has made it ahead of time.
     """
     packed = packed or pack_epoch(recipe, epoch)
     if packed.packs.batches is not None:
@@ -240,12 +240,12 @@ def plan_epoch(
 
 
 def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> PackedEpoch:
-    """Draw the rows of an epoch and pack them. With `name_of` the log names samples that are left out or alone."""
+    """Draw the rows of an epoch and pack them. With `name_of`, log the samples that are left out or alone."""
     config, drawn = recipe.config, draw_epoch(recipe, epoch)
     sizes = drawn.sizes
     if recipe.step is not None:
         return _pack_steps(recipe, drawn)
-    # The packer never sees rows that cannot be encoded: they have no length, and are counted under their own reason.
+    # Give only rows with a length to the packer. Rows that cannot be encoded are counted under their own reasons.
     readable = np.flatnonzero(sizes[LENGTH])
     if not len(readable):
         raise DataError(f"epoch {epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons")
@@ -257,13 +257,13 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
         config,
         images=of_readable[IMAGES],
         patches=of_readable[PATCHES],
-        # Another seed in every epoch: without shuffling, packs would come in the order of the epoch before.
+        # Use another seed in every epoch: without shuffled rows, packs would come in the order of the epoch before.
         seed=recipe.seed + epoch,
         label=None if name_of is None else lambda item: name_of(*drawn.sample(int(readable[item]))),
     )
     if not len(made):
         raise DataError(f"epoch {epoch} has no pack; all {len(readable)} rows were left out: {made.num_dropped}")
-    # Without the supervised tokens, which decide nothing.
+    # A `Plan` needs no supervised tokens, because they decide nothing.
     packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
     return PackedEpoch(**of_drawn(drawn), packs=packs)
 
@@ -291,12 +291,12 @@ def _pack_units(recipe: Recipe, drawn: DrawnEpoch, shared: NDArray[np.int32], na
 
 
 def of_drawn(epoch: DrawnEpoch) -> dict[str, Any]:
-    """Return the fields of a drawn epoch, for the same epoch with packs."""
+    """Return the fields of a drawn epoch, to make a `PackedEpoch` or `EpochPlan` of it."""
     return {spec.name: getattr(epoch, spec.name) for spec in fields(DrawnEpoch)}
 
 
 def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
-    """Draw the rows of an epoch, and cut those that are cut."""
+    """Draw the rows of an epoch, and replace rows that are cut by their parts."""
     config, lengths = recipe.config, [sizes[LENGTH] for sizes in recipe.sizes]
     cut = recipe.cut or (None,) * len(recipe.sizes)
     usable = [can_be_packed(sizes, config, of_source) for sizes, of_source in zip(recipe.sizes, cut, strict=True)]
@@ -306,7 +306,7 @@ def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
     else:
         schedule = recipe.mix.schedule(epoch, usable, lengths)
         if recipe.step is not None:
-            # Only rows that can be trained take a place in a step, so all steps but the last have equally many.
+            # Count only rows that can be trained, so that all steps but the last have the same number of samples.
             is_usable = _at(schedule, usable, (), bool)
             batch = ((np.cumsum(is_usable) - 1).clip(0) // recipe.step.batch_size).astype(np.int32)
     drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes), batch=batch)
@@ -317,7 +317,7 @@ def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
 
 
 def saved_digest(packed: PackedEpoch, cuts: Sequence[Cut]) -> str:
-    """Return the digest of the packs that the last of these cuts counts in, with the ranks that it had."""
+    """Return the digest of the packs that the last of these cuts refers to, with its number of ranks."""
     if packed.packs.batches is not None:
         return _for_ranks(packed, cuts[-1].num_ranks).digest()
     return replay(packed.packs, cuts).digest()
@@ -352,7 +352,7 @@ def _for_ranks(packed: PackedEpoch, num_ranks: int) -> Plan:
 
 
 def _steps_packed(drawn: DrawnEpoch, step: UnpackedStep, config: PackingConfig, num_ranks: int, seed: int) -> Plan:
-    """Pack each step of a drawn epoch for so many ranks."""
+    """Pack each step of a drawn epoch for `num_ranks` ranks."""
     assert drawn.batch is not None
     units = None if drawn.shared is None else Units.of(drawn.shared)
     sizes, batch = drawn.sizes, drawn.batch
@@ -373,7 +373,7 @@ def _sizes_of(units: Units, sizes: Sizes, shared: NDArray[np.int32]) -> Sizes:
 
 
 def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> EpochPlan:
-    """Share an epoch whose steps are kept. Other ranks train the same steps, in other packs."""
+    """Share an epoch whose steps are kept. Another number of ranks trains the same steps, in other packs."""
     packs = _for_ranks(packed, recipe.num_ranks)
     num_consumed = 0
     if cuts:
@@ -386,19 +386,19 @@ def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> 
 
 
 def _steps_of(packs: Plan, num_consumed: int) -> int:
-    """Count the steps that these packs of all ranks make. Raises `StateMismatch` if they end within a step."""
+    """Return how many steps this number of packs makes. Raises `StateMismatch` if it ends within a step."""
     assert packs.batches is not None
     ends = np.concatenate(([0], np.cumsum(packs.batches))) * packs.num_ranks
     num_steps = int(np.searchsorted(ends, num_consumed))
     if num_steps == len(ends) or ends[num_steps] != num_consumed:
-        raise StateMismatch(f"the saved state is damaged: {num_consumed} packs are no whole number of steps")
+        raise StateMismatch(f"the saved state is damaged: {num_consumed} packs are not a whole number of steps")
     return num_steps
 
 
 def _unpacked_order(
     recipe: Recipe, rows: UnpackedRows, step: UnpackedStep, epoch: int
 ) -> tuple[Schedule, NDArray[np.int32]]:
-    """Return the rows of an epoch in the order of un-packed batches, then those that it leaves out of the epoch."""
+    """Return the rows of an epoch in the order of un-packed batches, then the rows that are in no batch."""
     lengths = _sizes_at(rows, recipe.sizes)[LENGTH]
     drawn_from = np.flatnonzero((lengths > 0) | ~rows.is_deleted_if_failing)
     grouped_by = np.where(rows.lengths_of_cache > 0, rows.lengths_of_cache, lengths)
@@ -413,11 +413,11 @@ def _unpacked_order(
 
 
 def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = None) -> NDArray[np.bool_]:
-    """Tell which rows can be in a pack.
+    """Return a mask of the rows that can be in a pack.
 
-    Ratios count these rows, so all epochs have equally many. That is enough for equal steps: a step needs one sample,
-    no epoch has more packs than samples, and packs can be cut down to one sample. (If ratios count tokens, or rows are
-    cut, the number of samples differs; `Epochs` checks that it suffices.)
+    Ratios count these rows, so all epochs have the same number of them. That is enough for equal steps: a step needs
+    one sample, no epoch has more packs than samples, and packs can be cut down to one sample. If ratios count tokens,
+    or rows are cut, the number of samples differs between epochs; then `Epochs` checks that all have enough.
     """
     if config.packing_strategy == WINDOW:
         return can_be_in_windows(sizes, cut, config)
@@ -431,9 +431,9 @@ def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = Non
 
 
 def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
-    """Put the parts of cut rows in their place, with sizes and spans.
+    """Replace cut rows by their parts, with sizes and spans.
 
-    Parts that cutting left out have length 0, like rows that cannot be encoded.
+    A part that cutting left out has length 0, like a row that cannot be encoded.
     """
     schedule = drawn.schedule
     counts, first = np.ones(len(schedule), dtype=np.int64), np.full(len(schedule), -1)
@@ -516,7 +516,7 @@ def _keys_in_steps(key: NDArray[np.uint64], step: NDArray[Any]) -> NDArray[Any]:
 
 
 def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: PackingConfig) -> DrawnEpoch:
-    """Lay the rows end to end, and put the pieces in their place."""
+    """Lay the rows end to end, and replace cut rows by their pieces."""
     schedule = drawn.schedule
 
     def runs_of(position: int) -> Sequence[Part]:
@@ -530,13 +530,13 @@ def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: Packin
 
 
 def _sizes_at(where: Schedule | UnpackedRows, sizes: Sequence[Sizes]) -> Sizes:
-    return _at(where, sizes, (SUPERVISED + 1,), np.int32)  # as in a plan, which shares the memory
+    return _at(where, sizes, (SUPERVISED + 1,), np.int32)  # the type of a `Plan`, which shares this memory
 
 
 def _at(
     where: Schedule | UnpackedRows, of_sources: Sequence[NDArray[Any]], shape: tuple[int, ...], dtype: Any
 ) -> NDArray[Any]:
-    """Take the values of these rows from arrays that have those of every source, row by row in the last dimension."""
+    """Return the values of these rows, from one array for each source whose last dimension counts its rows."""
     found = np.zeros((*shape, len(where.row)), dtype=dtype)
     for number, of_source in enumerate(of_sources):
         here = where.source == number

@@ -1,19 +1,20 @@
-"""Find the fullest pack that the oldest item can be in (`packing_strategy=exact`).
+"""Find the fullest pack that contains the oldest item (`packing_strategy=exact`).
 
 >>> fill_oldest([6, 3, 5, 4], 10)
 [0, 3]
 
-Of equally full packs the answer is the one of the oldest items: the newest item in it is as old as can be, then the
-second newest, and so on. So there is one answer, and three ways to it, each quick where the others are slow:
+Of equally full packs, the one with the oldest items wins: its newest item is as old as possible, then its second
+newest, and so on. So there is exactly one answer. There are three ways to find it, each quick where the others are
+slow:
 
-  - `_leaving_out`  takes items in order until they overfill the pack, and finds what to leave out again. What is over
+  - `_leaving_out`  takes items in order until they overfill the pack, and finds which of them to leave out. The excess
                     is a few hundred tokens, however large the pack is. For many items in a pack.
   - `_putting_in`   keeps the sums of all subsets up to the size of the pack. For a few items in a pack.
   - `_with_one_long`  tries the few subsets of short items, each with the longest item that still fits. For lengths of
-                    which two or three make a pack, where most often no subset fills it and all would be searched.
+                    which two or three make a pack: mostly no subset fills it, so the others would search all of them.
 
-Sums of subsets are the bits of one integer: one shift adds an item to all subsets at once, and those that do not fit
-fall off the end.
+The sums of subsets are the bits of one integer. One shift adds an item to all subsets at once, and sums that do not fit
+are shifted out.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from itertools import islice
 from typing import Any
 
 _MOST_OVER = 8
-"""Tokens over the pack, in items of mean length, up to which leaving out is tried."""
+"""Largest excess over the pack, in items of mean length, for which `_leaving_out` is tried."""
 _MOST_SHORT, _MOST_SUBSETS = 15, 128
-"""Short items, and subsets of them, that are tried one by one; with more it is quicker to search all sums."""
+"""Most short items, and most subsets of them, that are tried one by one. With more it is quicker to search all sums."""
 
 
 def fill_oldest(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Return the indices, ascending, of the fullest pack that item 0 can be in; of equally full ones, the oldest."""
+    """Return the ascending indices of the fullest pack with item 0; of equally full packs, the one of oldest items."""
     return Shelf(capacity, lengths).fullest()
 
 
 class Shelf:
-    """Lengths in the order in which they wait, the oldest first, and the fullest pack around the oldest.
+    """Waiting lengths, oldest first, among which the fullest pack with the oldest one is found.
 
     >>> shelf = Shelf(10, [6, 3, 5, 4])
     >>> shelf.take(shelf.fullest())
@@ -46,11 +47,11 @@ class Shelf:
     def __init__(self, capacity: int, lengths: Iterable[int] = ()) -> None:
         self.lengths = list(lengths)
         self._capacity = capacity
-        # In ascending order too, from a search that found no full pack until one that does.
+        # The lengths in ascending order; kept from a search that finds no full pack until one that finds one.
         self._ascending: list[int] | None = None
 
     def add(self, lengths: Iterable[int]) -> None:
-        """Put lengths behind the others."""
+        """Append lengths, which are newer than all others."""
         at = len(self.lengths)
         self.lengths.extend(lengths)
         if self._ascending is not None:
@@ -58,12 +59,12 @@ class Shelf:
                 insort(self._ascending, length)
 
     def take(self, indices: Sequence[int], *beside: list[Any]) -> None:
-        """Take out the lengths at these indices, which ascend, and what is at the same places of lists `beside`."""
+        """Remove the lengths at these ascending indices, and the elements of the lists `beside` at the same indices."""
         if self._ascending is not None:
             for index in indices:
                 del self._ascending[bisect_left(self._ascending, self.lengths[index])]
         stop = indices[-1] + 1
-        if stop > 4 * len(indices):  # a few of many
+        if stop > 4 * len(indices):  # few of many: delete them one by one, otherwise copy the rest
             for index in reversed(indices):  # from the end, so that the other indices stay right
                 for values in (self.lengths, *beside):
                     del values[index]
@@ -78,7 +79,7 @@ class Shelf:
         self.lengths.append(self.lengths.pop(0))
 
     def fullest(self) -> list[int]:
-        """Return the indices, ascending, of the fullest pack that the oldest can be in."""
+        """Return the ascending indices of the fullest pack that contains the oldest length."""
         lengths, capacity = self.lengths, self._capacity
         if self._ascending is not None:
             oldest = bisect_left(self._ascending, lengths[0])
@@ -96,11 +97,11 @@ class Shelf:
 
 
 def _leaving_out(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool] | None:
-    """Return the fullest pack and whether it is full; None if that takes more than leaving out a few tokens.
+    """Return (fullest pack, whether it is full); None if more than a few tokens would have to be left out.
 
-    The first items are in the pack but for those left out, so a pack is full if what is left out is what is over.
+    The pack has the first items, without those that are left out. So it is full if these add up to the excess.
     """
-    room = capacity - lengths[0]  # negative: so many tokens are over
+    room = capacity - lengths[0]  # if negative, the excess over the pack
     num_first = 1
     for length in islice(lengths, 1, None):
         room -= length
@@ -113,7 +114,7 @@ def _leaving_out(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool
     if most_over >= capacity:
         return None
     sums = 1 << most_over  # bit `most_over - s` is set if some subset has s tokens
-    trail = [sums]  # one integer an item, to walk back from a sum to the items that make it
+    trail = [sums]  # one integer for each item, to walk back from a sum to the items that make it
     append = trail.append
     for length in islice(lengths, 1, num_first):
         sums |= sums >> length
@@ -130,7 +131,7 @@ def _leaving_out(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool
     inside = list(range(index))
     while room:
         index -= 1
-        # Newest first: an item is left out if the others that are left out could be older than it.
+        # Go from the newest: leave an item out if all others that have to be left out can be older.
         rest = room + lengths[index]
         if rest <= 0 and (trail[index - 1] >> (most_over + rest)) & 1:
             del inside[index]
@@ -139,7 +140,7 @@ def _leaving_out(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool
 
 
 def _putting_in(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool]:
-    """Return the fullest pack, and whether it is full, by the sums of all subsets of the other items."""
+    """Return (fullest pack, whether it is full), from the sums of all subsets of the other items."""
     room = capacity - lengths[0]
     reachable = 1 << room  # bit r is set if some subset leaves r tokens free
     trail = [reachable]
@@ -150,7 +151,7 @@ def _putting_in(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool]
         append(reachable)
         if reachable & 1:  # nothing is free, so no later item can do better
             break
-    # The lowest bit that is set: the least room that some subset leaves.
+    # The lowest set bit is the least room that some subset leaves.
     free = (reachable & -reachable).bit_length() - 1
     is_full = free == 0
     inside = []
@@ -166,10 +167,10 @@ def _putting_in(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool]
 
 
 def _with_one_long(lengths: Sequence[int], ascending: Sequence[int], capacity: int) -> list[int] | None:
-    """Return the fullest pack, or None if there are too many subsets of short items to try them one by one.
+    """Return the fullest pack; None if there are too many subsets of short items to try them one by one.
 
-    Two items longer than half of the room do not fit together, so a pack is some short ones and at most one long one.
-    `ascending` has the lengths without the oldest.
+    Two items longer than half of the room do not fit together, so a pack has some short items and at most one long
+    item. `ascending` has all lengths but the oldest one.
     """
     room = capacity - lengths[0]
     num_short = bisect_right(ascending, room // 2)
@@ -195,7 +196,7 @@ def _with_one_long(lengths: Sequence[int], ascending: Sequence[int], capacity: i
 
 
 def _newest_first(lengths: Sequence[int], inside: Sequence[int]) -> list[int]:
-    """Return where the oldest items of these lengths are, the last place first. Item 0 is none of them."""
+    """Return the indices of the oldest items with these lengths, in descending order. Item 0 is not among them."""
     places: list[int] = []
     for number, length in enumerate(inside):
         # `inside` ascends, so equal lengths follow one another.

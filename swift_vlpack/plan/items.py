@@ -1,4 +1,4 @@
-"""What the packer takes and gives: items go in, packs come out. Also says which items cannot share a pack.
+"""Define items, which go into the packer, and packs, which come out. Also decide which items cannot share a pack.
 
 >>> pack = Pack((Item("a", 6), Item("b", 4)))
 >>> pack.ids, pack.num_tokens, pack.boundaries.cu_seqlens
@@ -9,8 +9,8 @@
 >>> [is_single_long(*size, config) for size in ((10, 0, 0), (11, 0, 0), (4, 3, 0))]
 [False, True, True]
 
-The rules about size are written once, for the packer (single numbers) and for plans (arrays with one entry an item).
-A column that nobody counted is None.
+The rules about sizes work on single numbers, for the packer, and on arrays with an entry for each item, for plans. A
+column that was not counted is None.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ItemId = int | str | tuple[Any, ...]
 
 
 class Item(NamedTuple):
-    """One thing to place in a pack: an id and numbers, never a tensor.
+    """An id with numbers, never a tensor, to be placed in a pack.
 
-    Today an item is a sample. Whatever has to stay together (a prefix with its branches, a pair of a chosen and a
-    rejected answer) would be one item too, with the sum of its sizes.
+    Today an item is a sample. Samples that have to stay together (a prefix with its branches, a chosen and a rejected
+    answer) would be one item, with the sum of their sizes.
     """
 
     id: ItemId
@@ -39,7 +39,7 @@ class Item(NamedTuple):
     patches: int = 0
 
     def checked(self) -> Item:
-        """Return the item with plain integers, or raise `DataError` with its id."""
+        """Return the item with plain integers. Raises `DataError`, which names the item."""
         numbers = [
             _whole(self.length, 1, f"item {self.id!r}: length"),
             _whole(self.images, 0, f"item {self.id!r}: images"),
@@ -53,11 +53,11 @@ class Pack(NamedTuple):
 
     items: tuple[Item, ...]
     single_long: bool = False
-    """One item that exceeds the capacity, alone in its pack."""
+    """True if the pack is one item that exceeds the capacity."""
 
     @property
     def ids(self) -> tuple[ItemId, ...]:
-        """List the ids of the items."""
+        """Return the ids of the items."""
         return tuple(item.id for item in self.items)
 
     @property
@@ -67,17 +67,17 @@ class Pack(NamedTuple):
 
     @property
     def boundaries(self) -> Boundaries:
-        """Say where each sample starts in the sequence."""
+        """Return the boundaries of the samples in the sequence."""
         return Boundaries(tuple(item.length for item in self.items))
 
 
 def is_single_long(length: Any, images: Any, patches: Any, config: PackingConfig) -> Any:
-    """Tell whether an item exceeds a capacity of a pack; an item of exactly the capacity is simply a full pack."""
+    """Tell whether an item exceeds a capacity of a pack. An item of exactly the capacity is simply a full pack."""
     return (length > config.packing_length) | exceeds_a_cap(images, patches, config)
 
 
 def must_be_alone(length: Any, images: Any, patches: Any, config: PackingConfig) -> Any:
-    """Tell whether an item cannot share a pack, because it fills one or exceeds a cap."""
+    """Tell whether an item cannot share a pack, because it fills a pack or exceeds a cap."""
     return (length >= config.packing_length) | exceeds_a_cap(images, patches, config)
 
 
@@ -87,7 +87,7 @@ def is_left_out(length: Any, images: Any, patches: Any, config: PackingConfig) -
         return length < 0
     if not config.cuts_rows:
         return must_be_alone(length, images, patches, config)
-    # A part of exactly `packing_length` is what cutting was to make, so it is a full pack and no long sample.
+    # A part of exactly `packing_length` is what cutting aims at: a full pack, not a long sample.
     return is_single_long(length, images, patches, config)
 
 

@@ -20,7 +20,7 @@ _KNOWN = "a JSON list, JSON lines (a number, or an object with length or lengths
 
 
 class Lengths(NamedTuple):
-    """One entry per row; images and patches are None unless every row of the file has them."""
+    """Sizes of all rows of a file. Images and patches are None unless every row has them."""
 
     tokens: list[Any] | NDArray[Any]
     images: list[Any] | None = None
@@ -28,7 +28,7 @@ class Lengths(NamedTuple):
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Read a file of lengths. Raises `DataError` with the file and the line that is wrong."""
+    """Read a file of lengths. Raises `DataError`, which names the file and the wrong line."""
     if not path.is_file():
         raise DataError(f"{path}: {'a directory' if path.is_dir() else 'no such file'}; expected {_KNOWN}")
     if path.suffix == ".npy":
@@ -39,7 +39,7 @@ def read_lengths(path: Path) -> Lengths:
         raise DataError(f"{path}: cannot be read as text ({error}); expected {_KNOWN}") from None
     rows = _json_list(text, path) if text.lstrip().startswith("[") else _json_lines(text, path)
     if not rows:
-        raise DataError(f"{path}: no lengths in it; expected {_KNOWN}")
+        raise DataError(f"{path} has no lengths; expected {_KNOWN}")
     return Lengths(
         [_length(row, f"{path}: row {number}") for number, row in enumerate(rows, start=1)],
         _counts(rows, "images"),
@@ -55,7 +55,7 @@ def plan_of_rows(
     patches: ArrayLike | None = None,
     **options: Any,
 ) -> tuple[Plan, dict[str, Any]]:
-    """Plan rows of which only sizes are known. Returns the plan, and what the strategy `window` cut, for the report.
+    """Plan rows of which only sizes are known. Returns (plan, report of what the strategy `window` cut).
 
     A file of lengths does not say where the images of a row are, so a row with images stays in one piece.
     """
@@ -72,7 +72,7 @@ def plan_of_rows(
 
 def _numpy(path: Path) -> NDArray[Any]:
     try:
-        # Pickles can run code, and such a file may come from anybody.
+        # Do not allow pickles: they can run code, and the file may come from anybody.
         numbers = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: not a numpy array ({error})") from None
@@ -86,7 +86,7 @@ def _json_list(text: str, path: Path) -> list[Any]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            return _json_lines(text, path)  # lines of which the first is a list
+            return _json_lines(text, path)  # JSON lines, the first of which is a list
         raise DataError(f"{path}: line {error.lineno}: not JSON ({error.msg}); expected {_KNOWN}") from None
     return list(rows)
 
@@ -120,7 +120,7 @@ def _length(row: Any, where: str) -> Any:
 
 
 def _counts(rows: list[Any], name: str) -> list[Any] | None:
-    # With a gap, the counts of all rows after it would belong to the wrong rows.
+    # Use the counts only if all rows have them: after a gap, they would belong to the wrong rows.
     if all(isinstance(row, dict) and isinstance(row.get(name), int) for row in rows):
         return [row[name] for row in rows]
     return None

@@ -5,12 +5,12 @@
 (2, 3)
 
 Every row of every source gets a random key from the stream that belongs to (seed, source name, epoch). The keys decide
-which rows are drawn and where they stand. So adding a source changes neither which rows of the others are drawn nor
-their order among themselves.
+which rows are drawn, and their order. So a new source changes neither the drawn rows of other sources nor the order
+among them.
 
-With `ratio_by: tokens` an epoch has as many tokens as its sources have together, once. A source gets its ratio over the
-sum of all ratios of them: a small source with a large ratio comes several times, a large one with a small ratio in
-part, with other rows in every epoch.
+With `ratio_by: tokens`, an epoch has as many tokens as all sources together. A source gets its ratio, divided by the
+sum of all ratios, of these tokens. So a small source with a large ratio is repeated, and of a large source with a small
+ratio a part is drawn, with other rows in every epoch.
 
 >>> token_targets([1000, 3000], [1, 1])
 [2000, 2000]
@@ -65,18 +65,18 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mix:
-    """All that the schedule of an epoch follows from, besides the number of the epoch."""
+    """Everything that decides the schedule of an epoch, other than the number of the epoch."""
 
     sources: tuple[Source, ...]
-    """`num_rows` counts the rows that take part."""
+    """The sources; their `num_rows` is the number of rows that take part."""
     rows: tuple[NDArray[np.int64] | None, ...]
     """The rows of each source that take part; None for all of them."""
     seed: int = 0
     seeds: Mapping[str, int] = field(default_factory=dict)
-    """By name, for sources with a seed of their own in place of the run's."""
+    """Seeds by name, of sources that have their own seed in place of the run's."""
     shuffle: bool = True
     ratio_by: str = "rows"
-    """What ratios count: `rows` of each source by itself, or the `tokens` of the epoch that each source gets."""
+    """Meaning of ratios: a share of the `rows` of a source, or a share of the `tokens` of an epoch."""
 
     def __post_init__(self) -> None:
         _check(self.sources)
@@ -91,7 +91,7 @@ class Mix:
     ) -> Schedule:
         """Return the order of an epoch, in rows of the sources.
 
-        `usable` tells which of all rows of a source can be trained; `lengths` has the tokens of each.
+        For all rows of each source, `usable` tells which can be trained, and `lengths` has the tokens.
         """
         known = {} if usable is None else self._of_rows_that_take_part(usable)
         if self.ratio_by == "tokens":
@@ -116,13 +116,13 @@ class Mix:
                 "does not have; use packing_mode=plan, or ratio_by: rows"
             )
         num_tokens = self._of_rows_that_take_part(lengths)
-        # Rows that cannot be trained count 0 tokens; they are drawn with the others, and counted as left out.
+        # Rows that cannot be trained count 0 tokens. They are drawn like other rows, and counted as left out.
         counted = [num_tokens[source.name] * usable.get(source.name, True) for source in self.sources]
         seeds = [self.seeds.get(source.name, self.seed) for source in self.sources]
         return _mixed(self.sources, draw_by_tokens(self.sources, counted, seeds, epoch), seeds, epoch, self.shuffle)
 
     def _of_rows_that_take_part(self, facts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        # `facts` has all rows of a source; a source that is limited draws from fewer rows, with numbers of their own.
+        # `facts` covers all rows of a source, but a limited source draws from fewer rows, which it numbers from 0.
         each = zip(self.sources, self.rows, facts, strict=True)
         return {source.name: fact if some is None else fact[some] for source, some, fact in each}
 
@@ -138,12 +138,12 @@ def schedule(
 ) -> Schedule:
     """Draw `round(num_rows * ratio)` rows of each source and mix them.
 
-    Up to ratio 1 rows are drawn without replacement. Beyond it every row comes floor(ratio) times, and the rest is
+    Up to ratio 1, rows are drawn without replacement. Above 1, every row comes floor(ratio) times, and the rest is
     drawn without replacement. Ratio 0 leaves a source out. `seeds` gives single sources a seed of their own. Without
-    `shuffle` the sources follow one another, each in the order of its rows.
+    `shuffle`, the sources follow one another, each in the order of its rows.
 
-    `usable` tells for single sources which rows can be trained. Then `round(num_usable * ratio)` rows that can be are
-    drawn, the same number in every epoch; rows between them that cannot be are drawn as well, so that they are counted.
+    `usable` tells for single sources which rows can be trained. Then `round(num_usable * ratio)` usable rows are drawn,
+    the same number in every epoch. Unusable rows among them are drawn as well, so that they are counted.
     """
     checked = [Source(*source) for source in sources]
     _check(checked)
@@ -159,9 +159,9 @@ def _mixed(
     sources: Sequence[Source], drawn: Sequence[NDArray[np.int64]], seeds: Sequence[int], epoch: int, shuffle: bool
 ) -> Schedule:
     """Put the drawn rows of all sources into one order."""
-    # `shuffle` changes only the order, never which rows are drawn.
+    # `shuffle` changes only the order, never the choice of rows.
     rows = [some if shuffle else np.sort(some, kind="stable") for some in drawn]
-    # Keys belong to the name of a source and not to its number, so that sources before it may come or go.
+    # Seed keys with the name of a source and not with its number, so that sources before it may come or go.
     keys = [
         sort_keys(len(some), seed, source.name, epoch, "order")
         for source, seed, some in zip(sources, seeds, rows, strict=True)
@@ -179,14 +179,14 @@ def _draw(source: Source, seed: int, epoch: int, usable: NDArray[np.bool_] | Non
     if num_more == 0:
         return everything
     order = permutation(source.num_rows, seed, source.name, epoch, "draw")
-    if num_rows < source.num_rows and usable is not None:  # up to the last row that is needed
+    if num_rows < source.num_rows and usable is not None:  # take rows until enough usable ones are among them
         num_more = int(np.searchsorted(np.cumsum(usable[order]), num_more)) + 1
     return np.concatenate((everything, order[:num_more]))
 
 
 def token_targets(num_tokens: Sequence[int], ratios: Sequence[float]) -> list[int]:
-    """Return how many tokens of each source an epoch is to have; `num_tokens` says how many each source has."""
-    # A source without a token has nothing to give, so the others share what it would have got.
+    """Return how many tokens of each source an epoch should have. `num_tokens` is how many each source has."""
+    # A source without tokens can give none, so the other sources share its part.
     weights = [ratio if tokens else 0.0 for tokens, ratio in zip(num_tokens, ratios, strict=True)]
     total = sum(tokens for tokens, weight in zip(num_tokens, weights, strict=True) if weight)
     return [round(total * weight / sum(weights)) if weight else 0 for weight in weights]
@@ -195,25 +195,25 @@ def token_targets(num_tokens: Sequence[int], ratios: Sequence[float]) -> list[in
 def draw_by_tokens(
     sources: Sequence[Source], lengths: Sequence[NDArray[np.integer[Any]]], seeds: Sequence[int], epoch: int
 ) -> list[NDArray[np.int64]]:
-    """Draw the rows of each source, by number; `lengths` is 0 for rows that cannot be trained."""
+    """Draw the rows of each source, as row numbers. `lengths` is 0 for rows that cannot be trained."""
     targets = token_targets([int(own.sum()) for own in lengths], [source.ratio for source in sources])
     return [
         _draw_tokens(own, target, permutation(len(own), seed, source.name, epoch, "draw"))
         if target or not source.ratio
-        else np.arange(len(own), dtype=np.int64)  # no row can be trained: all are drawn, to be counted
+        else np.arange(len(own), dtype=np.int64)  # no row can be trained: draw all, so that they are counted
         for source, own, target, seed in zip(sources, lengths, targets, seeds, strict=True)
     ]
 
 
 def _draw_tokens(lengths: NDArray[np.integer[Any]], target: int, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Take all rows as often as they fit as a whole, then rows in their drawn order until the sum is closest."""
+    """Take all rows as often as they fit completely, then rows in drawn order up to the closest sum."""
     num_times, rest = divmod(target, max(1, int(lengths.sum())))
     everything = np.tile(np.arange(len(lengths), dtype=np.int64), num_times)
     return np.concatenate((everything, order[: _num_closest(lengths[order], rest)]))
 
 
 def _num_closest(lengths: NDArray[np.integer[Any]], num_tokens: int) -> int:
-    """Return how many of the first rows come closest to `num_tokens`; of two numbers equally close, the smaller.
+    """Return the number of first rows whose sum is closest to `num_tokens`; of two equally close, the smaller.
 
     >>> [_num_closest(np.array([5, 4, 3]), tokens) for tokens in (0, 2, 3, 7, 8, 12)]
     [0, 0, 1, 1, 2, 3]

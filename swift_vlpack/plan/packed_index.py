@@ -2,10 +2,10 @@
 
     rows.npy       int64, the numbers of the rows, pack after pack
     offsets.npy    int64, (num_packs + 1,): pack i has rows[offsets[i]:offsets[i + 1]]
-    packs.jsonl    the same for a reader: step, rank, rows, lengths and tokens of each pack
-    index.json     how many packs, steps and ranks there are, the options, and the digest of the packs
+    packs.jsonl    the same for people: step, rank, rows, lengths and tokens of each pack
+    index.json     the number of packs, steps and ranks, the options, and the digest of the packs
 
-The pack of a rank in a step is number `step * num_ranks + rank`. All ranks have equally many.
+Pack number `step * num_ranks + rank` belongs to this rank in this step. All ranks have equally many packs.
 
 >>> from tempfile import TemporaryDirectory
 >>> from swift_vlpack.plan.planner import plan
@@ -33,7 +33,7 @@ _OPTIONS = ("packing_length", "packing_strategy")
 
 
 def write_index(folder: Path, packs: Plan) -> dict[str, Any]:
-    """Write the packs of a plan that is shared by its ranks. Returns the content of `index.json`."""
+    """Write the packs of an aligned plan (`Plan.align`). Returns the content of `index.json`."""
     config: PackingConfig = packs.config
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "rows.npy", packs.members.astype(np.int64))

@@ -12,9 +12,9 @@ The buffer holds up to `packing_buffer` items. When it is full, the strategy gro
   - if it is filled to `packing_min_fill_ratio` of any capacity,
   - or if one of its items has been carried over `MAX_CARRY` times,
   - or if no group could leave otherwise, because then no new item could ever come in.
-The other items stay in the buffer. They are chosen by their numbers alone (buffer.py). specs/PACK.md is the
-contract. Over lengths that are known ahead, `planner.plan` runs a whole epoch through (start there, then epoch.py); a
-stream pushes samples as they are encoded.
+The other items stay in the buffer. buffer.py chooses by sizes alone. specs/PACK.md is the contract. If all lengths are
+known ahead, `planner.plan` runs a whole epoch through the packer (start there, then epoch.py); a stream pushes samples
+as they are encoded.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from swift_vlpack.words import counted
 logger = logging.getLogger(__name__)
 
 NUM_LOUD = 20
-"""Items of one kind that are logged loudly; a data set with a million of them would drown every other line."""
+"""Most items of one kind that are logged at the full level. A million of them would drown every other line."""
 DropReport = Callable[[Item, Reason], None]
 Label = Callable[[Any], str]
 
 
 class Packer:
-    """Groups items into packs; holds at most `packing_buffer` items; never loses one without a reason and a count.
+    """Group items into packs. Holds at most `packing_buffer` items, and counts every left-out item with a reason.
 
-    `on_drop` is called with every item that is left out and the reason. `seed` orders the packs that leave together.
-    `label` makes the name of an item in the log; None keeps the log quiet, for callers that report by themselves.
+    `on_drop` is called with every left-out item and the reason. `seed` orders the packs that leave together. `label`
+    returns the name of an item for the log; None logs nothing, for callers that report by themselves.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Packer:
         self.num_single_long = 0
         self.num_dropped: dict[str, int] = {}
         self.buffer = Buffer(config, seed)
-        """The numbers of the items that wait; their serials count the items that were pushed."""
-        self._items: dict[int, Item] = {}  # those that wait, by serial
+        """The sizes of the waiting items, by serial numbers, which count the items that were pushed."""
+        self._items: dict[int, Item] = {}  # the waiting items, by serial number
         self._seed = seed
         self._on_drop = on_drop
         self._label = label
@@ -77,21 +77,21 @@ class Packer:
 
     @property
     def num_held(self) -> int:
-        """Count the items that wait for a pack."""
+        """Return the number of items that wait for a pack."""
         return len(self._items)
 
     @property
     def taken(self) -> Taken:
-        """Say what the open pack holds, where packs are filled in order: the next row is cut to what is left of it."""
+        """Return what the open pack holds. Under `window`, the next row is cut to the room that is left in it."""
         most = self.config.packing_max_samples
         if most is not None and self.num_held >= most:
-            return NOTHING  # the open pack is full, so the next item opens another one
+            return NOTHING  # the open pack is full, so the next item opens another pack
         media = zip(*(item[2:] for item in self._items.values()), strict=True) if self._has_caps else ()
         return Taken(sum(self.buffer.lengths), *map(sum, media))
 
     @property
     def held(self) -> tuple[Item, ...]:
-        """List the items that wait for a pack."""
+        """Return the items that wait for a pack."""
         return tuple([self._items[serial] for serial in self.buffer.serials])
 
     def push(self, item: Item | tuple[Any, ...]) -> list[Pack]:
@@ -99,10 +99,10 @@ class Packer:
         return self.push_checked(Item(*item).checked())
 
     def push_checked(self, item: Item) -> list[Pack]:
-        """Do the same as `push` for an item whose numbers are known to be good."""
+        """Do the same as `push` for an item whose numbers were checked before."""
         self.num_pushed += 1
         length = item.length
-        if length >= self._capacity or self._has_caps:  # nearly all items are spared the call
+        if length >= self._capacity or self._has_caps:  # nearly all items skip this call
             reason = why_alone(*item[1:], self.config)
             if reason is not None:
                 return self._push_too_long(item, reason)
@@ -114,13 +114,13 @@ class Packer:
     def flush(self) -> list[Pack]:
         """End the epoch. Returns the packs of all held items, without the remainder that `packing_drop_last` drops."""
         groups, remainder = self.buffer.flush(self.num_emitted + self.num_held)
-        # They count as dropped here; `Plan.align` brings them back if a step lacks a pack.
+        # Count the remainder as dropped. `Plan.align` brings it back if a step lacks a pack.
         for serial in remainder:
             self._drop(self._items.pop(serial), Reason.UNDERFILLED)
         return self._emitted(groups)
 
     def state(self) -> dict[str, Any]:
-        """Return all that a fresh packer needs to have the same future, as JSON."""
+        """Return, as JSON, everything that a new packer needs to make the same packs from here on."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         state |= {name: getattr(self.buffer, of_buffer) for name, of_buffer in _COUNTERS_OF_BUFFER.items()}
         state["num_dropped"] = dict(self.num_dropped)
@@ -129,11 +129,11 @@ class Packer:
         return envelope.seal("packer", self._fingerprint(), state)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises `StateMismatch` if it was written with another config or seed."""
+        """Restore a state. Raises `StateMismatch` if it was written with another config or seed."""
         saved = envelope.unseal(state, "packer", self._fingerprint(), shape=_STATE)
-        # Every item that came in must be somewhere; if the sum is off, somebody edited the file.
+        # Every pushed item must be somewhere. If the sum is wrong, somebody has edited the file.
         if saved["num_pushed"] != saved["num_emitted"] + len(saved["held"]) + sum(saved["num_dropped"].values()):
-            raise StateMismatch("damaged: state.num_pushed is not what was emitted, is held and was dropped")
+            raise StateMismatch("damaged: state.num_pushed is not the sum of emitted, held and dropped items")
         for name in _COUNTERS:
             setattr(self, name, saved[name])
         self.num_dropped = dict(saved["num_dropped"])
@@ -152,10 +152,10 @@ class Packer:
         if is_left_out(*item[1:], self.config):
             self._drop(item, reason)
             return []
-        # `greedy` keeps the order of everything, so its open pack has to leave first.
+        # `greedy` keeps the order of all items, so its open pack has to leave first.
         before = self._emitted(self.buffer.leave()) if self.buffer.is_in_order else []
         self.num_emitted += 1
-        # An item of exactly the capacity is alone too, but that is simply a full pack: nothing to report.
+        # An item of exactly the capacity is alone too, but that is simply a full pack, which needs no report.
         is_long = is_single_long(*item[1:], self.config)
         if is_long:
             self.num_single_long += 1
@@ -169,7 +169,7 @@ class Packer:
 
     def _drop(self, item: Item, reason: Reason) -> None:
         self.num_dropped[reason.value] = self.num_dropped.get(reason.value, 0) + 1
-        if reason is not Reason.UNDERFILLED:  # a plan may bring it back
+        if reason is not Reason.UNDERFILLED:  # do not log the remainder, because a plan may bring it back
             self._log(self.num_dropped[reason.value], "left out", item, reason, loud=logging.WARNING)
         if self._on_drop is not None:
             self._on_drop(item, reason)
@@ -188,11 +188,11 @@ class Packer:
 
 _COUNTERS = ("num_pushed", "num_emitted", "num_single_long")
 _COUNTERS_OF_BUFFER = {"_num_windows": "num_grouped", "_shortest": "shortest"}
-"""Names in saved states, and what they are of the buffer."""
+"""Names in saved states, and the attributes of the buffer that they stand for."""
 _STATE = {
     **dict.fromkeys((*_COUNTERS, *_COUNTERS_OF_BUFFER), envelope.Whole()),
     "num_dropped": envelope.Named(envelope.Whole()),
-    # The fields of an item, then its serial and how often it was carried over.
+    # The fields of an item, then its serial number, then how often it was carried over.
     "held": [(None, envelope.Whole(1), *[envelope.Whole()] * 4)],
 }
 

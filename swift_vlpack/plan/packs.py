@@ -35,9 +35,9 @@ class Plan(Sequence[list[int]]):
     members: NDArray[np.int32]  # item indices, pack after pack
     offsets: NDArray[np.int64]  # (num_packs + 1,): pack i is members[offsets[i]:offsets[i + 1]]
     dropped: dict[str, NDArray[np.int32]]
-    """Item indices that are in no pack, by reason. Those of `underfilled` are a pack that `align` may bring back."""
+    """Item indices that are in no pack, by reason. Those of `underfilled` form a pack that `align` may bring back."""
     method: str
-    """The strategy that made the packs; `best_fit over the epoch` if that needed fewer packs than `exact`."""
+    """The strategy that made the packs, or `best_fit over the epoch` if that needed fewer packs than `exact`."""
     cost: CostModel = field(default_factory=CostModel)
     seed: int = 0
     shared: NDArray[np.int32] | None = None
@@ -46,9 +46,9 @@ class Plan(Sequence[list[int]]):
     None if no item shares any (`units.py`).
     """
     num_ranks: int = 1
-    """Ranks take the packs in turn: pack p is a batch of rank `p % num_ranks`."""
+    """Ranks take the packs in turn: rank `p % num_ranks` trains pack p."""
     batches: NDArray[np.int64] | None = None
-    """The number of packs that a rank trains, step by step; None if each step takes as many as are accumulated."""
+    """The number of packs that a rank trains in each step; None if every step takes as many as are accumulated."""
 
     def __repr__(self) -> str:
         return (
@@ -83,7 +83,7 @@ class Plan(Sequence[list[int]]):
     @cached_property
     def num_tokens_per_pack(self) -> NDArray[np.int64]:
         """Count the tokens of each pack; a prefix that several of its samples share counts once."""
-        # 64 bits, because ten million samples of a thousand tokens are beyond 2^31.
+        # Use 64 bits: ten million samples of a thousand tokens are more than 2^31.
         return self._sum_per_pack(self.lengths[self.members].astype(np.int64) - self.shared_of_members)
 
     @cached_property
@@ -127,9 +127,9 @@ class Plan(Sequence[list[int]]):
 
     @cached_property
     def is_single_long(self) -> NDArray[np.bool_]:
-        """Mark the packs that are one item which exceeds a capacity."""
+        """Return a mask of the packs that consist of one item which exceeds a capacity."""
         over: NDArray[np.bool_] = is_single_long(self.lengths, self.images, self.patches, self.config)
-        # Empty packs at the end begin after the last member, so the index is limited; `is_alone` rules them out.
+        # Limit the index, because empty packs at the end begin after the last member. `is_alone` rules them out.
         first = self.members[np.minimum(self.offsets[:-1], max(0, len(self.members) - 1))]
         is_alone: NDArray[np.bool_] = self.num_samples_per_pack == 1
         alone_and_over: NDArray[np.bool_] = is_alone & over[first]
@@ -148,7 +148,7 @@ class Plan(Sequence[list[int]]):
 
     @cached_property
     def lower_bound(self) -> int:
-        """Return the fewest packs that any strategy could need for the items in the plan."""
+        """Return a number of packs that no strategy can go below for the items in the plan."""
         lengths = self.lengths[self.members]
         if self.shared is not None and len(lengths):
             # A unit is one item of the bound: its samples can only be apart by repeating their prefix.
@@ -158,17 +158,17 @@ class Plan(Sequence[list[int]]):
 
     @property
     def num_packs_per_rank(self) -> int:
-        """Count the packs that each rank trains on, once the plan is aligned."""
+        """Return the number of packs that each rank trains. Only for an aligned plan."""
         return len(self) // self.num_ranks
 
     @property
     def num_empty(self) -> int:
-        """Count the packs without a sample, which complete the last steps and are trained with zero loss."""
+        """Return the number of packs without a sample, which complete the last steps and train with a loss of 0."""
         return int((self.num_samples_per_pack == 0).sum())
 
     @property
     def balance(self) -> Balance:
-        """Measure how well the packs of a step are matched in cost."""
+        """Return how well the packs of a step are matched in cost."""
         costs = self.cost_per_pack
         if self.batches is not None:  # ranks wait for each other at the end of a step, not after each pack
             first = np.concatenate(([0], np.cumsum(self.batches)[:-1]))
@@ -176,8 +176,8 @@ class Plan(Sequence[list[int]]):
         return balance_of(costs, self._costs_of_members(), self.num_ranks)
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits, equal exactly if packs, their order, ranks and remainder are equal."""
-        # The number of ranks counts too: among other ranks the same order of packs makes other steps.
+        """Return 16 hexadecimal digits that are equal if packs, their order, ranks and remainder are equal."""
+        # Include the number of ranks: with another number, the same order of packs makes other steps.
         parts = hashlib.sha256(str(self.num_ranks).encode())
         if self.batches is not None:
             parts.update(self.batches.astype("<i8").tobytes())
@@ -196,13 +196,13 @@ class Plan(Sequence[list[int]]):
         """Return the plan with the remainder as its last pack, if there is one."""
         if not len(self.remainder):
             return self
-        # Sorted by place in the epoch, as the samples of every other pack are.
+        # Sort by place in the epoch, like the samples of every other pack.
         members = np.concatenate((self.members, np.sort(self.remainder)))
         kept = {reason: items for reason, items in self.dropped.items() if reason != Reason.UNDERFILLED.value}
         return replace(self, members=members, offsets=np.append(self.offsets, len(members)), dropped=kept)
 
     def for_rank(self, rank: int) -> range:
-        """Return the numbers of the packs that `rank` trains on, in order."""
+        """Return the numbers of the packs that `rank` trains, in order."""
         if not 0 <= rank < self.num_ranks:
             raise PlanError(f"rank {rank} of a plan for {self.num_ranks} ranks; align(num_ranks) comes first")
         return range(rank, len(self), self.num_ranks)
@@ -228,7 +228,7 @@ class Plan(Sequence[list[int]]):
                 f"{len(grown.members)} samples cannot fill {target // num_ranks} steps of {num_ranks} ranks; "
                 "ask for fewer packs"
             )
-        # Repeated, because one pass can at most double the packs, and a pack of three samples may be cut twice.
+        # Repeat, because one pass can at most double the packs, and a pack of three samples may be cut twice.
         while len(grown) < target:
             cut = packs_to_split(grown.num_samples_per_pack, grown.cost_per_pack, target - len(grown))
             grown = grown._cut_in_two(cut) if len(cut) else grown._with_empty(target - len(grown))
@@ -239,18 +239,18 @@ class Plan(Sequence[list[int]]):
         if self.config.packing_balance and num_ranks > 1:
             order = balanced_order(aligned.cost_per_pack, num_ranks, self.seed, "balance", num_ranks)
             aligned = aligned.reordered(order)
-        # After balancing, which would gather empty packs, all of cost 0, in the same steps.
+        # Spread empty packs after balancing, which would gather them in the same steps, because all cost 0.
         if aligned.num_empty:
             aligned = aligned.reordered(spread_empty(aligned.num_samples_per_pack == 0, num_ranks))
         return replace(aligned, num_ranks=num_ranks)
 
     def _cut_in_two(self, packs: NDArray[np.int64]) -> Plan:
-        """Cut each of `packs` where its tokens halve best. Both halves keep their place and order."""
+        """Cut each of `packs` into two halves with tokens as equal as possible. Halves keep their place and order."""
         cuts, shared = [], np.broadcast_to(self.shared_of_members, len(self.members))
         own = self.lengths[self.members] - shared
         for pack in packs:
             first, last = int(self.offsets[pack]), int(self.offsets[pack + 1])
-            # Without the last sum, because a cut after the last sample leaves an empty half.
+            # Leave out the last sum: a cut after the last sample would leave an empty half.
             tokens = np.cumsum(own[first:last])[:-1]
             # A second half that begins within a unit repeats its prefix.
             both = self.num_tokens_per_pack[pack] + shared[first + 1 : last]
@@ -268,7 +268,7 @@ class Plan(Sequence[list[int]]):
         return replace(self, members=self.members[where], offsets=offsets)
 
     def rest(self, num_consumed: int) -> Plan:
-        """Return what is left after the first packs were trained on: for other ranks to share, without empty packs."""
+        """Return the packs that are left after the first ones were trained, without empty packs, to be shared again."""
         if not 0 <= num_consumed <= len(self):
             raise PlanError(f"{num_consumed} packs of a plan of {len(self)} packs cannot have been trained on")
         left = np.flatnonzero(self.num_samples_per_pack[num_consumed:]) + num_consumed
@@ -316,7 +316,7 @@ class Plan(Sequence[list[int]]):
         )
 
     def _sum_per_pack(self, values: NDArray[Any]) -> NDArray[Any]:
-        # Differences of one running total, because a loop over a million packs would take seconds.
+        # Take differences of one running total: a loop over a million packs would take seconds.
         total = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
         sums: NDArray[Any] = total[self.offsets[1:]] - total[self.offsets[:-1]]
         return sums

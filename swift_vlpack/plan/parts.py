@@ -1,6 +1,6 @@
-"""Cut rows that are longer than a pack, or laid end to end: a pure function of the runs of tokens they are made of.
+"""Cut rows that are longer than a pack, or laid end to end, by a pure function of their runs of text and media.
 
-Text can be cut between any two tokens. An image or a video stays whole, with the tokens that begin and end it.
+Text can be cut between any two tokens. An image or a video stays whole, with its begin and end tokens.
 
 >>> row = [Run(6), Run(5, images=1, patches=20, is_whole=True), Run(3)]
 >>> for part in parts_of(row, Cutting(how="split", capacity=8)):
@@ -8,9 +8,9 @@ Text can be cut between any two tokens. An image or a video stays whole, with th
 0 0 6 0
 1 6 14 1
 
-Every token is in exactly one part, except that a part repeats `stride` tokens of the one before as context. Parts that
-are trained are numbered from 0 on, in the order of the row; after them come the parts that are left out, with a reason.
-`CutRows` holds the parts of all rows of a source. Documents of `swift_vlpack.text` are cut by the same functions.
+Every token is in exactly one part, except that a part may repeat `stride` tokens of the part before as context. Trained
+parts are numbered from 0, in the order of the row; left-out parts, which have a reason, follow them. `CutRows` holds
+the parts of all cut rows of a source. The same functions cut the documents of `swift_vlpack.text`.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Run(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The address of a part inside its row, which is all that a worker needs to load it."""
+    """The place of a part in its row, which is all that a worker needs to make it."""
 
     number: int
     start: int
     stop: int
     num_repeated: int = 0
-    """Tokens at its start that the part before has too: context that is not trained."""
+    """Tokens at the start that repeat the end of the part before: context that is not trained."""
     row_length: int = 0
-    """Tokens of the whole row, under the strategy `window`: only that tells whether the row still is what it was."""
+    """Tokens of the whole row, under the strategy `window`, by which a worker sees whether the row has changed."""
 
     @property
     def length(self) -> int:
-        """Count the tokens, with those that are repeated."""
+        """Return the number of tokens, repeated ones included."""
         return self.stop - self.start
 
 
 class Part(NamedTuple):
-    """A part of a row and what it holds."""
+    """A part of a row: its place, its sizes, and the reason if it is left out."""
 
     number: int
     start: int
@@ -67,37 +67,37 @@ class Part(NamedTuple):
     reason: Reason | None = None
     """Why the part is in no pack; None for a part to be packed."""
     supervised: int = 0
-    """Tokens with a label, as far as anybody counted them."""
+    """Tokens with a label; 0 if they were not counted."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the part as seven numbers, for arrays and files; its own number is its place among the parts."""
+        """Return the part as seven numbers, for arrays and files. `number` is left out: it is the place in the list."""
         return (*self[1:6], self.supervised, part_code_of(self.reason))
 
     @classmethod
     def of_numbers(cls, number: int, numbers: Sequence[int]) -> Part:
-        """Make the part again that `numbers` came from."""
+        """Make a part of what `numbers` returned."""
         start, stop, num_repeated, images, patches, supervised, code = map(int, numbers)
         return cls(number, start, stop, num_repeated, images, patches, of_part_code(code), supervised)
 
     @property
     def span(self) -> Span:
-        """Return the address without the contents."""
+        """Return the place of the part, without its sizes."""
         return Span(*self[:4])
 
     @property
     def num_new(self) -> int:
-        """Count the tokens that no earlier part has."""
+        """Return the number of tokens that no earlier part has."""
         return self.stop - self.start - self.num_repeated
 
     @property
     def length(self) -> int:
-        """Count the tokens, with those that are repeated."""
+        """Return the number of tokens, repeated ones included."""
         return self.stop - self.start
 
 
 class Taken(NamedTuple):
-    """What the pack that is open holds already."""
+    """The sizes that the open pack already holds."""
 
     tokens: int = 0
     images: int = 0
@@ -109,22 +109,22 @@ NOTHING = Taken()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutting:
-    """What to do with rows longer than a pack: `split`, `truncate` or `drop` them; `window`: lay all end to end."""
+    """The options for rows longer than a pack: `split`, `truncate` or `drop` them, or lay all end to end (`window`)."""
 
     how: str
     capacity: int
     stride: int = 0
-    """Tokens of context with which a part begins; fewer after an image, and before one that needs the room."""
+    """Tokens of context at the start of a part; fewer after an image, or before an image that needs the room."""
     min_len: int = 1
-    """Shorter parts are left out."""
+    """Fewest tokens of a part. Shorter parts are left out."""
     max_images: int | None = None
     max_patches: int | None = None
     num_added: int = 0
-    """Tokens that are put before every later part, such as a BOS: they take room, but none of them is the row's."""
+    """Tokens that are put before every later part, such as a BOS. They take room, but are not tokens of the row."""
 
     @classmethod
     def of(cls, config: PackingConfig) -> Cutting | None:
-        """Read the options, and check them together. Returns None if rows stay as they are."""
+        """Read the options of cutting, and check them together. Returns None if rows stay whole."""
         _check(config)
         if not config.cuts_rows:
             return None
@@ -139,9 +139,10 @@ class Cutting:
 
 
 def _check(config: PackingConfig) -> None:
-    """Refuse options that contradict one another.
+    """Raise `ConfigError` for options that contradict each other.
 
-    `PackingConfig` cannot check this: `packing_overflow` and `packing_length` may still come from ms-swift's flags.
+    `PackingConfig` cannot check this, because `packing_overflow` and `packing_length` may still come from ms-swift's
+    flags.
     """
     how, capacity = config.packing_overflow, config.packing_length
     if config.packing_strategy == WINDOW:
@@ -152,7 +153,7 @@ def _check(config: PackingConfig) -> None:
     ):
         if not is_default and how not in served:
             raise ConfigError(
-                f"{name}={getattr(config, name)} would do nothing under packing_overflow={how}; set packing_overflow "
+                f"{name}={getattr(config, name)} has no effect under packing_overflow={how}; set packing_overflow "
                 f"to {' or '.join(served)}, or leave it out"
             )
     if config.packing_stride >= capacity:
@@ -162,7 +163,8 @@ def _check(config: PackingConfig) -> None:
         )
     if config.packing_min_len > capacity:
         raise ConfigError(
-            f"packing_min_len={config.packing_min_len} is more than packing_length={capacity}: no part is so long"
+            f"packing_min_len={config.packing_min_len} is more than packing_length={capacity}, so every part would be "
+            "left out; lower packing_min_len"
         )
 
 
@@ -170,7 +172,7 @@ def _check_windows(config: PackingConfig) -> None:
     how = config.packing_overflow
     if how != "keep":
         raise ConfigError(
-            f"packing_strategy=window cuts rows wherever a pack is full, so packing_overflow={how} would do nothing; "
+            f"packing_strategy=window cuts rows wherever a pack is full, so packing_overflow={how} has no effect; "
             "leave it out, or take another strategy"
         )
     for name, is_default, why in (
@@ -179,14 +181,14 @@ def _check_windows(config: PackingConfig) -> None:
     ):
         if not is_default:
             raise ConfigError(
-                f"{name}={getattr(config, name)} would do nothing under packing_strategy=window: {why}; leave it out"
+                f"{name}={getattr(config, name)} has no effect under packing_strategy=window: {why}; leave it out"
             )
 
 
 def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | None = None) -> list[Part]:
     """Cut a row into parts. Returns no parts if the row fits a pack, because then it stays whole.
 
-    `runs` is None if nobody knows which tokens are an image; then a row of more than a pack cannot be cut.
+    `runs` is None if it is unknown which tokens are an image. A row that is longer than a pack cannot be cut then.
     """
     num_tokens = sum(run.length for run in runs or ()) if num_tokens is None else num_tokens
     if num_tokens <= cutting.capacity:
@@ -201,10 +203,10 @@ def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | Non
 
 
 def window_parts(runs: Sequence[Run] | None, cutting: Cutting, whole: Run, taken: Taken = NOTHING) -> list[Part]:
-    """Cut a row that begins in the pack that is open. Returns no parts if it fits there in one piece.
+    """Cut a row that begins in the open pack. Returns no parts if the row fits there in one piece.
 
-    `whole` is the row as one run, which is all that is known of it if `runs` is None. A pack with room for fewer than
-    `min_len` tokens counts as full; so the first part does not fit into it, if no row is shorter than that.
+    `whole` is the row as a single run, which is all that is known if `runs` is None. A pack with room for fewer than
+    `min_len` tokens counts as full, so that no first part is shorter.
 
     >>> text, cutting = Run(9), Cutting(how=WINDOW, capacity=6)
     >>> [part[1:3] for part in window_parts([text], cutting, text, Taken(4))]
@@ -219,13 +221,13 @@ def window_parts(runs: Sequence[Run] | None, cutting: Cutting, whole: Run, taken
 
 
 class _Cutter:
-    """Fills one part after the other with the runs of a row."""
+    """Fill one part after the other with the runs of a row."""
 
     def __init__(self, cutting: Cutting, taken: Taken = NOTHING) -> None:
         self._cutting = cutting
         self._parts: list[Part] = []
-        self._at = 0  # tokens of the row that were placed
-        self._after_media = 0  # where the last image ended: context begins there at the earliest
+        self._at = 0  # number of tokens of the row that were placed
+        self._after_media = 0  # end of the last image: context must not begin before it
         self._open(0)
         self._taken = taken
 
@@ -239,7 +241,7 @@ class _Cutter:
         return [*self._parts, *self._closed()]
 
     def first(self, runs: Sequence[Run]) -> Part:
-        """Return the first part, with all that fits from the start of the row on."""
+        """Return the first part, with everything that fits from the start of the row."""
         for run in runs:
             taken = run.length if self._fits(run) else 0 if run.is_whole else self._room
             self._add(run if taken == run.length else Run(taken))
@@ -291,14 +293,14 @@ class _Cutter:
         self._patches += run.patches
 
     def _open(self, most_repeated: int) -> None:
-        """Open a part here, which begins with at most `most_repeated` tokens of context."""
+        """Open a part here that begins with at most `most_repeated` tokens of context."""
         num_repeated = min(self._cutting.stride, most_repeated, self._at - self._after_media)
         self._start, self._new = self._at - num_repeated, self._at
         self._images = self._patches = 0
         self._taken = NOTHING
 
     def _taken_so_far(self) -> Taken:
-        """Return what the pack of the next part holds already: under `window` it is the open pack, else a new one."""
+        """Return what the pack of the next part already holds: the open pack under `window`, else nothing."""
         if self._cutting.how != WINDOW:
             return NOTHING
         own = Taken(self._at - self._start, self._images, self._patches)
@@ -339,14 +341,14 @@ def _unless_too_short(part: Part, cutting: Cutting) -> Part:
 
 
 def _numbered(parts: list[Part]) -> list[Part]:
-    # A row is counted with its part 0, so that must be a part that is trained, if any is.
+    # A row is counted by its part 0, so part 0 must be a trained part, if there is one.
     parts = sorted(parts, key=lambda part: (part.reason is not None, part.start))
     return [part._replace(number=number) for number, part in enumerate(parts)]
 
 
 @dataclass(frozen=True, eq=False)
 class CutRows:
-    """The parts of the rows of one source that are cut, as arrays; every other row is a sample as it is.
+    """The parts of the cut rows of one source, as arrays. All other rows are whole samples.
 
     >>> cut = CutRows.of({4: [Part(0, 0, 8, images=1), Part(1, 8, 10, reason=Reason.OVERFLOW)]})
     >>> cut.num_parts(np.array([3, 4])).tolist(), cut.parts(4)[1].reason.value
@@ -358,7 +360,7 @@ class CutRows:
     offsets: NDArray[np.int64]
     """(num_rows + 1,): the parts of `rows[i]` are those from `offsets[i]` to `offsets[i + 1]`."""
     columns: NDArray[np.int64]
-    """(7, num_parts): what `Part.numbers` returns."""
+    """(7, num_parts): the numbers of each part, as `Part.numbers` returns them."""
 
     @classmethod
     def of(cls, parts: Mapping[int, Sequence[Part]]) -> CutRows:
@@ -377,7 +379,7 @@ class CutRows:
         return len(self.rows)
 
     def num_parts(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        """Count the parts of each of these rows; 1 for a row that is not cut."""
+        """Return the number of parts of each of these rows; 1 for a row that is not cut."""
         place = self._places(rows)
         counts: NDArray[np.int64] = np.where(place >= 0, np.diff(self.offsets, append=0)[place], 1)
         return counts

@@ -7,11 +7,12 @@
 >>> packs.lower_bound, packs.mean_fill
 (3, 1.0)
 
-A plan has the packs that pushing the items one by one gives. One exception: `exact` takes best fit over the whole epoch
-(or, on small data, ms-swift's own packing) if that needs fewer packs than its buffer did; `Plan.method` says which.
+A plan has the packs that one gets by pushing the items one by one. There is one exception: `exact` takes best fit over
+the whole epoch (or, on small data, ms-swift's own packing) if that needs fewer packs than its buffer; `Plan.method`
+says which.
 
-The packer chooses freely what shares a pack. With `packing_batch=samples`, which is to keep the samples of every
-optimizer step, an order array (the step of each item) would come in here, and the packer would run step by step.
+Here any items may share a pack. With `packing_batch=samples`, which keeps the samples of every optimizer step,
+`same_steps.py` packs each step by itself.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from swift_vlpack.plan.strategies import best_fit_assignment, binpack
 from swift_vlpack.reasons import Reason
 
 Columns = tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None]
-"""Lengths, images and patches of all items; None for what nobody counted."""
+"""Lengths, images and patches of all items; None for columns that were not counted."""
 Assignment = Callable[[NDArray[np.int32], int], tuple[NDArray[np.int32], int]]
-"""Takes lengths and capacity; returns the pack of every item, and the number of packs."""
+"""Function of (lengths, capacity) that returns (the pack of every item, the number of packs)."""
 
 _MS_SWIFT_BUFFER = 1000  # samples, as in ms-swift's own PackingDataset
-# Beyond it single packs no longer count, and `exact` is ahead anyway: specs/PLAN.md, PLAN-10.
+# With more items, single packs hardly count, and `exact` needs fewer packs anyway: specs/PLAN.md, PLAN-10.
 _MAX_ITEMS_AS_MS_SWIFT = 20_000
 _CHUNK = 1 << 16  # items turned into Python objects at a time, so that memory stays flat
 
@@ -58,9 +59,9 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     cost: CostModel | None = None,
     label: Label | None = "item {!r}".format,
 ) -> Plan:
-    """Pack a whole epoch of known lengths; `images` and `patches` are counts per item, for caps and costs.
+    """Pack a whole epoch of known lengths. `images` and `patches` are counts per item, for caps and costs.
 
-    `label` makes the name of an item that is left out or alone, for the log; None keeps the log quiet.
+    `label` returns the name of an item for the log, if it is left out or alone; None logs nothing.
     """
     sizes = whole_numbers(lengths, "length", least=1)
     counts = [
@@ -90,7 +91,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
         if len(planned) == planned.lower_bound or len(sizes) > max_items:
             break
         whole = _packed_at_once(inputs, group, method)
-        # Never at the price of a sample: fewer packs by leaving more out are no gain.
+        # Do not take fewer packs at the price of a sample: to leave more out is no gain.
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
             planned = whole
     return planned
@@ -103,7 +104,7 @@ def _packed_in_buffers(inputs: dict[str, Any], label: Label | None) -> Plan:
     packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=made.drop, label=label)
     if packer.buffer.is_in_order:
         for item in _items(columns, np.arange(len(columns[0]))):
-            # The columns were checked as arrays, so the items need not be checked one by one.
+            # The columns were checked as arrays, so there is no need to check the items one by one.
             made.add([pack.ids for pack in packer.push_checked(item)])  # type: ignore[misc]
         made.add([pack.ids for pack in packer.flush()])  # type: ignore[misc]
     else:
@@ -120,11 +121,11 @@ def _packed_in_buffers(inputs: dict[str, Any], label: Label | None) -> Plan:
 
 
 def _pack_numbers(columns: Columns, packer: Packer, made: _Packs) -> None:
-    """Do what pushing the items one by one does, without making an object for each of them."""
+    """Give the packs that one gets by pushing the items one by one, without an object for each item."""
     lengths, config, buffer = columns[0], packer.config, packer.buffer
     is_alone = must_be_alone(*columns, config)
-    # An item that cannot share is a pack of its own at once, whatever waits. So these come first, and the time when
-    # each pack was made, which is the place of the newest item, brings all packs in order.
+    # An item that cannot share leaves at once, whatever else waits, so do these first. Then sort all packs by the time
+    # when each was made, which is the place of the newest item.
     for item in _items(columns, np.flatnonzero(is_alone)):
         made.add([pack.ids for pack in packer.push_checked(item)], time=item.id)  # type: ignore[misc, arg-type]
     shared = np.flatnonzero(~is_alone)
@@ -141,10 +142,10 @@ def _pack_numbers(columns: Columns, packer: Packer, made: _Packs) -> None:
 
 
 class _Packs:
-    """Packs and items that are left out, as they come from a packer."""
+    """Collect packs and left-out items from a packer."""
 
     def __init__(self) -> None:
-        # Arrays of machine integers, because the pointers of a list of ten million indices alone take 80 MB.
+        # Use arrays of machine integers: in a list of ten million indices the pointers alone take 80 MB.
         self.members, self.counts, self.times = array("i"), array("i"), array("i")
         self.dropped: dict[str, array[int]] = {}
 
@@ -159,14 +160,14 @@ class _Packs:
 
 
 def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:
-    """Pack as ms-swift itself does, in buffers of 1,000, so that `exact` never needs more packs than that."""
+    """Pack as ms-swift does, in buffers of 1,000, so that `exact` never needs more packs than ms-swift."""
     pack_of = np.empty(len(lengths), dtype=np.int32)
     num_packs, left = 0, np.empty(0, dtype=np.int64)
     for start in range(0, len(lengths), _MS_SWIFT_BUFFER):
         buffer = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_BUFFER, len(lengths)))))
         packs = binpack(lengths[buffer].tolist(), capacity)
         is_last = start + _MS_SWIFT_BUFFER >= len(lengths)
-        # ms-swift carries the last pack of a buffer into the next one; the last buffer keeps all packs.
+        # Like ms-swift, carry the last pack of a buffer over to the next buffer. The last buffer keeps all its packs.
         left = buffer[[] if is_last else packs.pop()]
         for pack in packs:
             pack_of[buffer[pack]] = num_packs
@@ -175,12 +176,12 @@ def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.
 
 
 def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> Plan:
-    """Group all the lengths at once, and put the packs in an order that does not depend on their size."""
+    """Group all lengths at once, and put the packs in an order that does not depend on their sizes."""
     config, lengths = inputs["config"], inputs["lengths"]
     alone = lengths >= config.packing_length
     shared = np.flatnonzero(~alone)
     pack_of, num_packs = group(lengths[shared], config.packing_length)
-    # No images and patches: this is called only if there are no caps.
+    # Pass no images and patches: this function is called only if there are no caps.
     left_out = is_left_out(lengths, None, None, config)
     singles = np.flatnonzero(alone & ~left_out)
     dropped = {Reason.OVERSIZE.value: np.flatnonzero(left_out).astype(np.int32)}
@@ -195,7 +196,7 @@ def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> P
         method=method,
     )
     kept = _without_remainder(whole, num_packs)
-    # Best fit lists packs by size; training in that order would be a curriculum that nobody asked for.
+    # Shuffle: best fit lists packs by size, and training in that order would be an unwanted curriculum.
     return kept.reordered(permutation(len(kept), kept.seed, "epoch"))
 
 
@@ -226,7 +227,7 @@ def _items(columns: Columns, where: NDArray[np.int64]) -> Iterator[Item]:
 
 
 def _numbers(column: NDArray[Any] | None, where: NDArray[np.int64]) -> Iterator[int]:
-    """Yield the numbers of a column at these places; 0 if nobody counted them."""
+    """Yield the numbers of a column at these places; zeros if there is no column."""
     if column is None:
         return repeat(0)
     chunks = (where[start : start + _CHUNK] for start in range(0, len(where), _CHUNK))
@@ -234,7 +235,7 @@ def _numbers(column: NDArray[Any] | None, where: NDArray[np.int64]) -> Iterator[
 
 
 def whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.int32]:
-    """Check a whole column. Raises `DataError` with the first item that is wrong."""
+    """Check a whole column. Raises `DataError`, which names the first wrong item."""
     try:
         numbers = np.asarray(values)
     except ValueError:
@@ -243,7 +244,7 @@ def whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.int
         raise DataError(f"{name}: expected a flat list of numbers, got {numbers.ndim} dimensions")
     if len(numbers) and numbers.dtype.kind not in "iu":
         objects = np.asarray(values, dtype=object).tolist()
-        # A bool is an integer to Python, and a column of them is a mistake in every file.
+        # Refuse booleans: they are integers in Python, but a column of them is a mistake in any file.
         at, value = next((i, v) for i, v in enumerate(objects) if isinstance(v, bool) or not isinstance(v, Integral))
         raise DataError(f"item {at}: {name} must be an integer, got {value!r} ({type(value).__name__})")
     wrong = np.flatnonzero((numbers < least) | (numbers > np.iinfo(np.int32).max))

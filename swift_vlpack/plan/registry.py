@@ -1,4 +1,4 @@
-"""Find strategies by name: ours, registered ones, and `module:function`. Groups of a user's strategy are checked.
+"""Find strategies by name: built-in ones, registered ones, and `module:function`. Check what user strategies return.
 
 >>> @register_strategy("alone")
 ... def alone(lengths, capacity):
@@ -6,7 +6,7 @@
 >>> strategy_named("alone")([5, 3], 10)
 [[0], [1]]
 
-A strategy must be a pure function, because every rank calls it for itself and all must get the same groups.
+A strategy must be a pure function, because every rank calls it by itself, and all ranks must get the same groups.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from swift_vlpack.words import did_you_mean
 
 ALIASES = {"sequential": "greedy"}  # ms-swift's name
 WINDOW = "window"
-"""Rows laid end to end and cut wherever a pack is full. The packer gets the parts and keeps their order: `greedy`."""
+"""Name of the strategy that lays rows end to end and cuts wherever a pack is full. It packs the parts with `greedy`."""
 SIGNATURE = "(lengths, capacity) -> groups of indices"
 
 Grouping = Callable[..., Iterable[Iterable[int]]]
-"""`(lengths, capacity)` or `(lengths, capacity, caps)` in, groups of indices out."""
+"""Function of `(lengths, capacity)` or `(lengths, capacity, caps)` that returns groups of indices."""
 Given = TypeVar("Given", bound=Grouping)
 
 _ONCE = "every index must be in exactly one group"
@@ -43,10 +43,10 @@ def register_strategy(name: str) -> Callable[[Given], Given]: ...
 @overload
 def register_strategy(name: str, function: Given) -> Given: ...
 def register_strategy(name: str, function: Grouping | None = None) -> Any:
-    """Make `packing_strategy=name` mean `function`: as a decorator, or as a call. Returns the function.
+    """Register `function` as `packing_strategy=name`, as a decorator or in a call. Returns the function.
 
-    The same function may be registered again, because plugin files are loaded twice; another function under the same
-    name is refused.
+    The same function may be registered again, because plugin files are loaded twice. Raises `ConfigError` for another
+    function under the same name.
     """
     if function is None:
         return lambda given: register_strategy(name, given)
@@ -65,7 +65,7 @@ def register_strategy(name: str, function: Grouping | None = None) -> Any:
 
 
 def strategy_named(name: str) -> Strategy:
-    """Return the strategy that `packing_strategy` names. One that is not ours is checked whenever it is called."""
+    """Return the strategy of this name. The groups of a user's strategy are checked at every call."""
     name = "greedy" if name == WINDOW else ALIASES.get(name, name)
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -80,24 +80,24 @@ def strategy_named(name: str) -> Strategy:
 
 
 def known_names() -> tuple[str, ...]:
-    """List all names that need no import."""
+    """Return all names of strategies that need no import."""
     return (*STRATEGIES, WINDOW, *ALIASES, *_registered)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A strategy of the user's: it gets a copy of the lengths, and its groups are checked against the contract."""
+    """A user's strategy. It gets a copy of the lengths, and its groups are checked."""
 
     name: str
     function: Grouping
 
     def __call__(self, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-        """Return its groups, with ascending indices. Raises `StrategyError` if it fails or breaks a rule."""
+        """Return the groups, with ascending indices. Raises `StrategyError` if the strategy fails or breaks a rule."""
         if not len(lengths):
             return []
         options = {"caps": caps} if caps is not None and "caps" in _parameters(self.function) else {}
         try:
-            # A copy: a strategy that sorts or empties its list must not touch the packer's own.
+            # Pass a copy: a strategy may sort or empty its list, which must not change the packer's own.
             groups = [sorted(map(as_index, group)) for group in self.function(list(lengths), capacity, **options)]
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
@@ -109,7 +109,10 @@ class Checked:
 
 
 def broken_rule(groups: Groups, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> str | None:
-    """Say what is wrong with the groups: every index once, no group empty, none above the capacity or a cap."""
+    """Return what is wrong with the groups, or None.
+
+    Every index must be in exactly one group, no group may be empty, and none may exceed the capacity or a cap.
+    """
     owner: dict[int, int] = {}
     for number, group in enumerate(groups):
         if not group:
@@ -148,11 +151,11 @@ def _imported(path: str) -> Grouping:
 
 
 def _module(name: str, path: str) -> Any:
-    """Import a module, from the current directory too, which a console script does not have on its path."""
+    """Import a module, also from the current directory, which is not on the path of a console script."""
     here = os.getcwd()
     if not {here, ""} & set(sys.path):
         sys.path.append(here)  # last, so that no file there takes the place of a package
-        # Python remembers what is in each folder; without this it would miss a file that was just written.
+        # Python caches the content of each folder, and would miss a file that was just written.
         invalidate_caches()
     try:
         return import_module(name)
@@ -171,7 +174,7 @@ def _check_signature(name: str, function: Any) -> None:
     except TypeError as error:
         raise ConfigError(f"packing_strategy {name}: {_said(function)} must take {SIGNATURE} ({error})") from None
     except ValueError:
-        pass  # built-in functions have no signature to ask
+        pass  # built-in functions may have no signature
 
 
 def _parameters(function: Grouping) -> Iterable[str]:
@@ -182,7 +185,7 @@ def _parameters(function: Grouping) -> Iterable[str]:
 
 
 def _origin(function: Grouping) -> tuple[str, str]:
-    """Return file and name, which are equal for a function of a file that is loaded again as another module."""
+    """Return (file, name) of a function. They stay equal if the file is loaded again as another module."""
     code = getattr(function, "__code__", None)
     return getattr(code, "co_filename", ""), getattr(function, "__qualname__", repr(function))
 

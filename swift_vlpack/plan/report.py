@@ -1,4 +1,4 @@
-"""Say in numbers what a plan comes to, and warn of what a user set by hand and would regret.
+"""Report a plan in numbers, and warn of options that a user would regret.
 
 >>> step = step_size(num_packs=10, num_samples=80, num_supervised=2400, accumulation=16, num_ranks=2)
 >>> step.num_packs, step.num_samples, step.num_samples_unpacked, step.accumulation_as_unpacked
@@ -21,17 +21,18 @@ from swift_vlpack.plan.same_steps import KeptSteps
 from swift_vlpack.words import counted
 
 LEAST_SUGGESTED = 1024
-"""Tokens; shorter packs cost more in calls than they save in padding."""
+"""Fewest tokens to suggest: with shorter packs, more calls cost more than less padding saves."""
 MEAN_SAMPLES = 8
-"""A pack should hold this many mean samples: with fewer, the packer has little to choose from."""
+"""Number of mean samples that a pack should hold: with fewer, the packer has little to choose from."""
 
 
 def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> dict[str, Any]:
-    """Return all that is known of a plan, as JSON.
+    """Return the report of a plan, as JSON.
 
-    Packs are counted in `made`, the plan before some are cut in two for the ranks; `aligned` is the plan after that.
+    `made` is the plan before some packs are cut in two for the ranks, in which packs are counted; `aligned` is the plan
+    afterwards.
     """
-    # If the remainder came back for a step that lacked a pack, it is trained, so it counts among the packs.
+    # If the remainder came back because a step lacked a pack, it is trained, so count it among the packs.
     if not len(aligned.remainder):
         made = made.with_remainder()
     balance = aligned.balance
@@ -134,14 +135,14 @@ class StepSize:
 
     num_packs: int
     num_samples: float
-    """The mean over the epoch, as are the tokens."""
+    """Mean over the epoch."""
     num_supervised_tokens: float
     num_samples_unpacked: int
     num_supervised_tokens_unpacked: float
     accumulation_as_unpacked: int
-    """The `gradient_accumulation_steps`, at batch size 1, with which a step has about as many samples as un-packed."""
+    """The `gradient_accumulation_steps`, at batch size 1, that gives a step about as many samples as un-packed."""
     num_samples_then: float
-    """Samples of a step with that accumulation; more than un-packed if one pack a rank holds more already."""
+    """Samples of a step with that accumulation. More than un-packed if a single pack on each rank holds more."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers under their names, rounded."""
@@ -156,7 +157,7 @@ class StepSize:
 
     @property
     def remedy(self) -> str:
-        """Say which options give a step the un-packed number of samples."""
+        """Name the options that give a step the un-packed number of samples."""
         return (
             f"per_device_train_batch_size 1 with gradient_accumulation_steps {self.accumulation_as_unpacked} makes it "
             f"about {self.num_samples_then:.0f} samples a step"
@@ -194,7 +195,7 @@ def about_step(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def suggested_length(lengths: NDArray[Any]) -> int:
-    """Suggest a capacity: the next power of two that holds the longest sample, and several of mean length.
+    """Suggest a capacity: the next power of two that holds the longest sample, and `MEAN_SAMPLES` of mean length.
 
     >>> suggested_length(np.array([100, 200, 900])), suggested_length(np.array([300, 5000]))
     (4096, 32768)
@@ -204,10 +205,10 @@ def suggested_length(lengths: NDArray[Any]) -> int:
 
 
 def length_warning(capacity: int, lengths: NDArray[Any], *, what: str = "rows") -> str | None:
-    """Warn of a capacity that nobody chose, the model's maximum; None if the data needs that much."""
+    """Return a warning that the capacity is the model's maximum by default; None if the data needs that much."""
     if not len(lengths) or (suggested := suggested_length(lengths)) >= capacity:
         return None
-    # "higher" takes lengths that occur: by default numpy interpolates, to a number of tokens that no row has.
+    # "higher" gives lengths that occur. By default numpy interpolates to a number of tokens that no row has.
     median, p99 = np.percentile(lengths, (50, 99), method="higher").tolist()
     return (
         f"a pack holds {capacity} tokens, the model's maximum, as neither max_length nor packing_length says less. "
@@ -217,7 +218,7 @@ def length_warning(capacity: int, lengths: NDArray[Any], *, what: str = "rows") 
 
 
 def nothing_packed(report: Mapping[str, Any]) -> str | None:
-    """Warn that no sample of a plan shares a pack, because none fits one; None if some do.
+    """Return a warning that every sample is alone, because none fits a pack; None if some share one.
 
     >>> nothing_packed({"num_packs": 3, "single_long": 3, "packing_length": 16})
     'NO SAMPLE FITS a pack of 16 tokens: each is alone in a sequence of its own, and nothing is packed; raise \
@@ -233,7 +234,7 @@ packing_length, or the caps'
 
 
 def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConfig) -> str | None:
-    """Warn of sequences that cannot have the one shape that `packing_pad_to=length` asks for; None if all have it."""
+    """Return a warning about sequences without the single shape of `packing_pad_to=length`; None if all have it."""
     num_longer = int((num_tokens_per_pack > config.packing_length).sum())
     if config.packing_pad_to != PAD_TO_LENGTH or not num_longer:
         return None
@@ -262,10 +263,10 @@ def typical_boundaries(packs: Plan | None, capacity: int) -> Boundaries:
 
 
 def typical_lengths(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> tuple[int, ...]:
-    """Return sample lengths of a sequence like those of a run; four quarters of the capacity if no length is known.
+    """Return the sample lengths of a typical sequence; four quarters of the capacity if no length is known.
 
-    Attention is timed on it, so the lengths are spread as those of the samples are. Samples longer than a sequence are
-    left out, because each is a sequence of its own.
+    Attention is timed on them, so they are spread like the lengths of the run. Samples longer than a sequence are left
+    out, because each of them is a sequence of its own.
 
     >>> typical_lengths([10, 20, 30, 400], 100), typical_lengths([], 64)
     ((10, 10, 20, 30, 30), (16, 16, 16, 16))
@@ -275,7 +276,7 @@ def typical_lengths(lengths: Sequence[int] | NDArray[np.integer], capacity: int)
     if not len(ordered):
         return (max(1, capacity // 4),) * 4
     num_samples = max(1, int(capacity // ordered.mean()))
-    # The middle of each of `num_samples` equal parts, because the shortest and longest lengths are the rarest.
+    # Take the middle of each of `num_samples` equal parts: the shortest and longest lengths are rare.
     places = (np.arange(num_samples) + 0.5) / num_samples * len(ordered)
     chosen = ordered[places.astype(np.int64)]
     fitting = np.cumsum(chosen) <= capacity

@@ -11,9 +11,9 @@ Two ranks with batches of two samples make steps of four; the last step has the 
 >>> list(packs), packs.batches.tolist()  # one sequence a rank in each step
 ([[0, 3], [1, 2], [4], [5]], [1, 1])
 
-How many sequences a rank trains differs from step to step, and is equal for all ranks within a step. Fewest sequences
-come first: an equal share of samples for every rank is taken only if no rank needs more sequences for it than for the
-step's tightest packs.
+The number of sequences differs from step to step, but within a step it is equal for all ranks. Fewest sequences come
+first: ranks get equal shares of the samples only if no rank needs more sequences for its share than with the tightest
+packs of the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
 
 LEAST_GAIN = 0.95
-"""Packing that does more than this share of the work of padded batches gains little."""
+"""Share of the work of padded batches above which packing gains little."""
 IN_NO_STEP = -1
 """The un-packed batch of a sample that un-packed training leaves out of an epoch."""
 
@@ -51,23 +51,23 @@ class UnpackedStep(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Count the samples of a whole step, over all ranks."""
+        """Return the number of samples of a whole step, over all ranks."""
         return self.batch_size * self.accumulation * self.num_ranks
 
     @property
     def num_batches(self) -> int:
-        """Count the batches of a whole step, over all ranks."""
+        """Return the number of batches of a whole step, over all ranks."""
         return self.accumulation * self.num_ranks
 
 
 UnpackedBatches = Callable[[int, NDArray[np.integer[Any]], UnpackedStep], tuple[NDArray[np.int64], NDArray[np.int32]]]
-"""Takes the epoch, the lengths of all rows and the size of a step. Returns rows in the order of their batches, and the
-number of the batch of each: `step * num_batches + batch_of_rank * num_ranks + rank`, all within the step."""
+"""Function of (epoch, lengths of all rows, step). Returns rows in the order of their batches, and the number of the
+batch of each row: `step * num_batches + batch_of_rank * num_ranks + rank`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnpackedRows:
-    """The rows that un-packed training would draw from, in its own numbers, and how it puts them into batches."""
+    """The rows that un-packed training would draw from, in its own order, and how it puts them into batches."""
 
     source: NDArray[np.int32]
     """The number of the source of each row."""
@@ -81,7 +81,7 @@ class UnpackedRows:
 
 
 def in_order(num_samples: int, size: UnpackedStep) -> NDArray[np.int32]:
-    """Return the un-packed batch of each sample, where samples come one after the other.
+    """Return the un-packed batch of each sample, if samples are taken in order.
 
     >>> in_order(7, UnpackedStep(batch_size=2, accumulation=1, num_ranks=2)).tolist()
     [0, 0, 1, 1, 2, 2, 3]
@@ -101,9 +101,9 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
     seed: int = 0,
     cost: CostModel | None = None,
 ) -> Plan:
-    """Pack each step of an epoch for `num_ranks` ranks. The un-packed steps may be of another number of ranks.
+    """Pack each step of an epoch for `num_ranks` ranks. The un-packed run may have another number of ranks.
 
-    `batch` has the un-packed batch of each sample. A length of 0 is a row that cannot be encoded: its step has one
+    `batch` has the un-packed batch of each sample. A length of 0 is a row that cannot be encoded, so its step has one
     sample less.
     """
     cost = cost or CostModel()
@@ -149,7 +149,7 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
 
 
 class _StepPacker:
-    """Packs the samples of one step after the other; holds the columns of all samples."""
+    """Pack the samples of one step after the other. Holds the sizes of all samples."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _StepPacker:
         self._strategy = strategy_named(config.packing_strategy)
 
     def packed(self, samples: NDArray[np.int64]) -> list[Groups]:
-        """Return the packs of each rank, equally many. A rank without a sample gets an empty pack."""
+        """Return the packs of each rank, equally many on all ranks. A rank without a sample gets an empty pack."""
         numbers = samples.tolist()
         costs = dict(zip(numbers, self._costs[samples].tolist(), strict=True))
         tightest = self._packs(samples)
@@ -182,13 +182,13 @@ class _StepPacker:
             if not self._config.packing_balance or max(map(len, of_ranks)) > fewest:
                 of_ranks = self._dealt(tightest, costs, fewest)
         for packs in of_ranks:
-            if self._config.packing_balance:  # dearest first: ranks that wait for each other have like packs
+            if self._config.packing_balance:  # most expensive first, so that ranks train similar packs at a time
                 packs.sort(key=lambda pack: -sum(costs[number] for number in pack))
             grow(packs, fewest, costs)
         return of_ranks
 
     def _packs(self, samples: NDArray[np.int64]) -> Groups:
-        """Let the strategy pack samples that may share; the others are a pack each."""
+        """Let the strategy pack the samples that may share a pack. Each of the others is a pack."""
         is_alone = self._is_alone[samples]
         shared = samples[~is_alone]
         packs: Groups = [[number] for number in samples[is_alone].tolist()]
@@ -212,7 +212,7 @@ class _StepPacker:
 
 
 def deal(items: Sequence[int], costs: Sequence[float], num_ranks: int, most: int | None = None) -> list[list[int]]:
-    """Deal items to ranks, the dearest first and each to the rank that has least; at most `most` items to a rank.
+    """Deal items to ranks, the most expensive first, each to the rank that has least; at most `most` items to a rank.
 
     >>> deal([0, 1, 2, 3], [5.0, 4.0, 3.0, 2.0], 2)
     [[0, 3], [1, 2]]
@@ -230,7 +230,7 @@ def deal(items: Sequence[int], costs: Sequence[float], num_ranks: int, most: int
 
 
 def grow(packs: Groups, num_packs: int, costs: dict[int, float]) -> None:
-    """Cut the packs with most samples in two until there are `num_packs`; where none can be cut, add empty ones.
+    """Cut the packs with most samples in two until there are `num_packs`; if none can be cut, add empty packs.
 
     >>> packs = [[0, 1, 2], [3]]
     >>> grow(packs, 3, {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0})
@@ -248,15 +248,15 @@ def grow(packs: Groups, num_packs: int, costs: dict[int, float]) -> None:
         packs[at : at + 1] = [pack[:cut], pack[cut:]]
 
 
-# -- what it costs, beside other ways to train the same steps ---------------------------------------------------------
+# -- cost, compared with other ways to train the same steps -----------------------------------------------------------
 
 
 class StepWork(NamedTuple):
-    """The work of the steps of an epoch, as multiples of the bound: no padding, and equal shares for all ranks."""
+    """The work of an epoch's steps, as multiples of the bound, which has no padding and equal shares for all ranks."""
 
     packed: float
     padded: float
-    """The un-packed batches, each padded to its longest sample."""
+    """Work of the un-packed batches, each padded to its longest sample."""
     padding_free: float
     """The un-packed batches without padding, as ms-swift's `padding_free` computes them."""
     tokens_padded: int
@@ -301,7 +301,7 @@ class KeptSteps:
     batch_size: int
     accumulation: int
     num_ranks: int
-    """The ranks that the steps are of; a resumed run may have others."""
+    """Ranks of the un-packed step. A resumed run may have another number."""
     fewest_sequences: int
     """Sequences of a step, over all ranks."""
     mean_sequences: float
@@ -340,7 +340,7 @@ class KeptSteps:
 
     @property
     def too_small(self) -> str | None:
-        """Say that packing gains little on these steps, and what would help; None if it gains."""
+        """Return a warning that packing gains little on these steps, with a remedy; None if it gains enough."""
         if self.work < LEAST_GAIN * self.work_padded:
             return None
         return (
@@ -355,7 +355,7 @@ class KeptSteps:
 
 
 def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) -> KeptSteps:
-    """Count the sequences of each step, and what they cost."""
+    """Count the sequences of each step, and compare their work."""
     assert packs.batches is not None
     sequences, work = packs.batches * packs.num_ranks, work_of(packs, batch, size)
     return KeptSteps(
@@ -373,7 +373,7 @@ def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep)
 
 
 def _slowest(costs: NDArray[np.float64], batch: NDArray[np.int64], size: UnpackedStep) -> float:
-    """Add up, over the steps, the cost of the rank that has most. A rank waits only at the end of a step."""
+    """Add up the cost of the slowest rank of each step. Ranks wait for each other only at the end of a step."""
     step, rank = batch // size.num_batches, batch % size.num_ranks
     num_steps = int(step.max()) + 1
     of_ranks = np.bincount(step * size.num_ranks + rank, weights=costs, minlength=num_steps * size.num_ranks)

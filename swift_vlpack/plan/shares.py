@@ -1,4 +1,4 @@
-"""Share the rows of a stream among readers: every worker of every rank knows its rows without asking anybody.
+"""Share the rows of a stream among readers: every worker of every rank can compute its rows by itself.
 
 Two ranks with two workers each share ten rows:
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """Every `num_shares`-th row, from row `number` on."""
+    """A share of the rows: every `num_shares`-th one, from row `number` on."""
 
     number: int = 0
     num_shares: int = 1
@@ -32,5 +32,5 @@ EVERYTHING = Share()
 
 
 def share_of(rank: int, num_ranks: int, worker: int, num_workers: int) -> Share:
-    """Return the share of one worker of one rank. Neighbouring shares go to different ranks, to spread a remainder."""
+    """Return the share of one worker of one rank. Neighbouring shares are of different ranks, to spread a remainder."""
     return Share(worker * num_ranks + rank, num_ranks * num_workers)

@@ -1,6 +1,6 @@
-"""Make the packs of a step, which all ranks consume together, equal in number (by splitting) and cost (by sorting).
+"""Give all ranks equally many packs, by splitting packs, and match the costs of a step's packs, by sorting them.
 
-Pure functions over arrays, which `Plan.align` applies.
+`Plan.align` applies these pure functions over arrays.
 
 >>> balanced_order(np.array([9.0, 1.0, 5.0, 8.0, 2.0, 6.0]), 2, "seed").reshape(-1, 2).tolist()  # steps of two ranks
 [[4, 1], [5, 2], [3, 0]]
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from swift_vlpack.plan.shuffle import permutation
 
 STEPS_MATCHED = 64
-"""Costs are matched among the packs of this many steps.
+"""Number of steps among whose packs costs are matched.
 
-More steps match better: with giants among the samples, ranks wait for 10 % of the time with 16 and for 2 % with 64
-(docs/scale.md). Fewer steps leave a pack nearer to its place in the mix.
+More steps match better: with giants among the samples, ranks wait for 10 % of the time with 16 steps, and for 2 % with
+64 (docs/scale.md). With fewer steps, a pack stays nearer to its place in the mix.
 """
 
 
@@ -28,8 +28,8 @@ More steps match better: with giants among the samples, ranks wait for 10 % of t
 class CostModel:
     """The cost of training a pack: `per_token * tokens + per_square * sum(length^2) + per_patch * patches`.
 
-    The defaults are the forward operations of a 7B model (28 layers, width 3584, vision tower of 0.67B), in units of
-    one token: 2 x 7e9 for a token, 2 x 28 x 3584 for two tokens that see each other, 2 x 0.67e9 for a patch.
+    The defaults are the forward operations of a 7B model (28 layers, width 3584, vision tower of 0.67B), divided by
+    those of one token: 2 x 7e9 for a token, 2 x 28 x 3584 for two tokens that see each other, 2 x 0.67e9 for a patch.
     """
 
     per_token: float = 1.0
@@ -45,37 +45,37 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How well the ranks of a step are matched in cost, over all steps."""
+    """Measures of how well the ranks of a step are matched in cost, over all steps."""
 
     slowest_to_mean: float
-    """The time of the slowest rank, summed over steps, over the mean of all ranks; 1.0 is perfect."""
+    """Cost of the slowest rank, summed over steps, divided by the mean of all ranks; 1.0 is perfect."""
     floor: float
-    """What no order of these packs goes below, because of samples that alone cost more than a mean pack."""
+    """The least `slowest_to_mean` of any order of these packs, because some samples cost more than a mean pack."""
     num_giants: int
     """The number of samples that alone cost more than a mean pack."""
 
 
 def balance_of(costs: NDArray[Any], sample_costs: NDArray[Any], num_ranks: int) -> Balance:
-    """Measure packs in the order of steps: each `num_ranks` packs that follow one another are a step."""
+    """Measure packs in the order of steps: every `num_ranks` consecutive packs are a step."""
     mean = float(costs.mean()) if len(costs) else 0.0
     if mean == 0.0:
         return Balance(1.0, 1.0, 0)
     slowest = costs.reshape(-1, num_ranks).max(axis=1)
-    best = np.sort(costs)[::-1][::num_ranks]  # the steps' slowest ranks if equals met equals
+    best = np.sort(costs)[::-1][::num_ranks]  # the slowest ranks of all steps if packs were sorted by cost
     return Balance(float(slowest.mean() / mean), float(best.mean() / mean), int((sample_costs > mean).sum()))
 
 
 def balanced_order(costs: NDArray[Any], num_ranks: int, *name: object) -> NDArray[np.int64]:
     """Reorder packs among `STEPS_MATCHED` steps, so that the packs of a step cost about the same.
 
-    Sorting these packs by cost and cutting them into steps minimises the sum of the steps' slowest ranks. Then the
-    steps are shuffled, and the ranks inside each step, so that no rank always has the dearest pack.
+    To sort these packs by cost and cut them into steps minimises the sum of the slowest ranks. Then the steps are
+    shuffled, and the ranks inside of each step, so that no rank always has the most expensive pack.
     """
     order = np.arange(len(costs), dtype=np.int64)
     num_packs = STEPS_MATCHED * num_ranks
     for number, start in enumerate(range(0, len(costs), num_packs)):
         inside = order[start : start + num_packs]
-        # Dearest first or cheapest first makes no difference: what counts is that equal packs become neighbours.
+        # The direction of the sort does not matter: it only has to make packs of similar cost neighbours.
         by_cost = inside[np.argsort(-costs[inside], kind="stable")].reshape(-1, num_ranks)
         steps = by_cost[permutation(len(by_cost), *name, "steps", number)]
         keys = permutation(steps.size, *name, "ranks", number).reshape(steps.shape)
@@ -84,7 +84,7 @@ def balanced_order(costs: NDArray[Any], num_ranks: int, *name: object) -> NDArra
 
 
 def spread_empty(is_empty: NDArray[np.bool_], num_ranks: int) -> NDArray[np.int64]:
-    """Return an order that deals empty packs out, one to a step from the last step on, so that no step is empty.
+    """Return an order that spreads empty packs over the steps, from the last step on, so that no step is empty.
 
     >>> spread_empty(np.array([False, False, False, True, False, True]), 3).tolist()
     [0, 1, 3, 2, 4, 5]
@@ -102,7 +102,7 @@ def spread_empty(is_empty: NDArray[np.bool_], num_ranks: int) -> NDArray[np.int6
 
 
 def packs_to_split(num_samples: NDArray[Any], costs: NDArray[Any], num_more: int) -> NDArray[np.int64]:
-    """Choose the packs to cut in two to gain `num_more`: the dearest ones with two samples or more."""
+    """Choose `num_more` packs to cut in two: the most expensive ones with at least two samples."""
     candidates = np.flatnonzero(num_samples >= 2)
     dearest = candidates[np.argsort(-costs[candidates], kind="stable")]
     return np.sort(dearest[:num_more])

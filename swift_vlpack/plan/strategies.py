@@ -1,4 +1,4 @@
-"""Decide who shares a pack: each strategy is a pure function `(lengths, capacity) -> groups of indices`.
+"""Define the strategies, which decide which samples share a pack, as pure functions `(lengths, capacity) -> groups`.
 
 >>> best_fit([5, 7, 5, 3], 10)
 [[1, 3], [0, 2]]
@@ -9,7 +9,7 @@
 
 Equal input gives equal groups on every rank, because ties go to the lower index. Indices inside a group ascend, which
 keeps the order of arrival. Every length must be at most the capacity: longer items never reach a strategy (packer.py).
-docs/strategies.md says which one to choose; registry.py finds strategies by name, those of users too.
+docs/strategies.md helps to choose a strategy; registry.py finds built-in and user strategies by name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """The capacities of a pack besides tokens (samples, images, patches), and what every item uses of them."""
+    """The capacities of a pack other than tokens (samples, images, patches), and what every item uses of them."""
 
     limits: tuple[int, ...]
-    uses: Sequence[tuple[int, ...]]  # one tuple an item, with as many numbers as there are limits
+    uses: Sequence[tuple[int, ...]]  # a tuple for each item, with a number for each limit
 
     def after(self, used: tuple[int, ...], index: int) -> tuple[int, ...] | None:
-        """Return what is used once item `index` has joined; None if it does not fit."""
+        """Return what is used after item `index` joins; None if it does not fit."""
         total = tuple(a + b for a, b in zip(used, self.uses[index], strict=True))
         return total if all(a <= b for a, b in zip(total, self.limits, strict=True)) else None
 
@@ -45,7 +45,7 @@ class Caps:
         return all(sum(self.uses[i][k] for i in group) <= limit for k, limit in enumerate(self.limits))
 
     def shares(self) -> list[float]:
-        """Return the share of each cap that all the items together use; 1.0 is all of it."""
+        """Return the share of each cap that all items together use; 1.0 is the whole cap."""
         return [sum(use[k] for use in self.uses) / limit for k, limit in enumerate(self.limits)]
 
     def subset(self, indices: Sequence[int]) -> Caps:
@@ -63,12 +63,13 @@ class Strategy(Protocol):
 def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
     """Group as ms-swift's `calculate_matched_group` does: largest first, each into the emptiest pack that has room.
 
-    Not by a call of it, which looks at every pack for every item. If any pack has room, the emptiest one has.
+    ms-swift's own function looks at every pack for every item. Here only the emptiest pack is looked at: if any pack
+    has room, the emptiest one has.
     """
     if caps is not None:
-        raise ValueError("binpack knows no caps; PackingConfig refuses the combination")
+        raise ValueError("binpack has no caps; PackingConfig refuses the combination")
     groups: Groups = []
-    packs: list[tuple[int, int]] = []  # (tokens, group), a heap: ties go to the oldest
+    packs: list[tuple[int, int]] = []  # a heap of (tokens, group), so that ties go to the oldest pack
     for index in _largest_first(lengths):
         length = lengths[index]
         if packs and packs[0][0] + length <= capacity:
@@ -83,7 +84,7 @@ def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> 
 
 
 def greedy(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Fill one pack in order, and open the next when an item does not fit (next fit). Keeps the order of everything."""
+    """Fill one pack in order, and open the next one when an item does not fit (next fit). Keeps the order of items."""
     groups: Groups = []
     free, used = -1, None
     for index, length in enumerate(lengths):
@@ -98,19 +99,19 @@ def greedy(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> G
 
 
 def first_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Put items, largest first, into the first pack that has room; O(n log n) by a tree over the packs' room."""
+    """Put items, largest first, into the first pack that has room, in O(n log n) by a tree over the room of packs."""
     order = _largest_first(lengths)
     if caps is not None:
         return _any_fit(lengths, order, capacity, caps, best=False)
     groups: Groups = []
     num_leaves = 1 << max(0, len(lengths) - 1).bit_length()
-    room = [capacity] * (2 * num_leaves)  # a node holds the most room below it; unopened packs are empty ones
+    room = [capacity] * (2 * num_leaves)  # a node has the most room below it; a pack that is not open yet is empty
     for index in order:
         length = lengths[index]
         node = 1
         while node < num_leaves:
             node *= 2
-            # The left child unless it lacks room: that finds the first pack with room, and not just any.
+            # Go left unless the left child lacks room: that finds the first pack with room.
             if room[node] < length:
                 node += 1
         # Leaves are in the order in which packs are opened, so a leaf after the last pack is a new one.
@@ -126,7 +127,7 @@ def first_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -
 
 
 def best_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Put items, largest first, into the fullest pack that has room; O(n log n), equal lengths are placed together."""
+    """Put items, largest first, into the fullest pack that has room, in O(n log n)."""
     if caps is not None:
         return _any_fit(lengths, _largest_first(lengths), capacity, caps, best=True)
     if not len(lengths):
@@ -139,15 +140,15 @@ def best_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) ->
 
 
 def best_fit_assignment(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[np.int32], int]:
-    """Run best-fit decreasing over arrays. Returns the pack of every item, and the number of packs.
+    """Run best-fit decreasing over arrays. Returns (the pack of every item, the number of packs).
 
-    Items of one length are placed together: the fullest packs with room, which are all equally full, take as many
-    items each as fit. So the time depends on the distinct (length, room) pairs that meet, not on the number of items.
+    Items of equal length are placed together: the fullest packs with room, which are all equally full, each take as
+    many items as fit. So the time depends on the distinct (length, room) pairs that meet, not on the number of items.
     """
-    # int32 halves the memory of ten million items, and no epoch has 2^31 of them.
+    # Use int32: it halves the memory of ten million items, and no epoch has 2^31 of them.
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     descending = lengths[order]
-    firsts = np.flatnonzero(np.diff(descending, prepend=0))  # of each length, where it comes first
+    firsts = np.flatnonzero(np.diff(descending, prepend=0))  # the first place of each length
     distinct = descending[firsts].tolist()
     del descending
     ends = [*firsts[1:].tolist(), len(order)]
@@ -182,13 +183,13 @@ def best_fit_assignment(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[n
 class _PacksByRoom:
     """Packs in classes of equal room.
 
-    Best fit drains the smallest class that fits, so a class only grows while it is empty, or while items are still
-    larger than its room. Therefore it is sorted once, when the first pack is taken from it.
+    Best fit drains the smallest class that fits. So a class grows only while it is empty, or while items are still
+    larger than its room, and it is enough to sort it once, when the first pack is taken from it.
     """
 
     def __init__(self) -> None:
-        self._rooms: list[int] = []  # ascending, of the classes that hold packs
-        self._packs: dict[int, list[int]] = {}  # descending once sorted: the lowest pack is taken first
+        self._rooms: list[int] = []  # rooms of the classes that have packs, ascending
+        self._packs: dict[int, list[int]] = {}  # room -> packs, descending once sorted: the lowest pack is taken first
         self._is_sorted: set[int] = set()
 
     def least_room_for(self, length: int) -> int | None:
@@ -210,7 +211,7 @@ class _PacksByRoom:
         return taken
 
     def add(self, room: int, packs: list[int]) -> None:
-        # A full pack is never taken again; in the list it would only lengthen every search.
+        # A full pack is never taken again, and would only lengthen every search.
         if room == 0:
             return
         if room not in self._packs:
@@ -221,7 +222,7 @@ class _PacksByRoom:
 
 
 def exact(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Open each pack with the oldest item left, and fill it to the last token if some subset of the others can."""
+    """Open each pack with the oldest item, and fill it to the last token if some subset of the others can."""
     shelf, left = Shelf(capacity, lengths), list(range(len(lengths)))
     groups: Groups = []
     while left:
@@ -232,7 +233,7 @@ def exact(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Gr
 
 
 def fill_around_oldest(shelf: Shelf, capacity: int, caps: Caps | None) -> list[int]:
-    """Return the fullest pack around the oldest item; under caps, if it obeys them, or else a pack that does."""
+    """Return the fullest pack with the oldest item. If that exceeds a cap, return another pack that does not."""
     inside = shelf.fullest()
     if caps is None or caps.fit(inside):
         return inside
@@ -250,7 +251,7 @@ def fill_around_oldest(shelf: Shelf, capacity: int, caps: Caps | None) -> list[i
 def _any_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, caps: Caps, *, best: bool) -> Groups:
     """Run first fit or best fit under caps, by a scan over the open packs: O(items x packs)."""
     groups: Groups = []
-    rooms: list[tuple[int, int]] = []  # (free, pack): by pack, or for best fit ascending by free
+    rooms: list[tuple[int, int]] = []  # (free, pack), in order of packs or, for best fit, by `free`
     used: list[tuple[int, ...]] = []
     for index in order:
         length = lengths[index]
@@ -273,7 +274,7 @@ def _any_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, caps: 
 
 
 def _largest_first(lengths: Sequence[int]) -> list[int]:
-    # Of equal items the older ones come first, so that they leave first; a sort in reverse keeps their order too.
+    # Of equal items, older ones come first, so that they leave first. A stable sort keeps that order in reverse, too.
     return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
 
 
@@ -297,7 +298,7 @@ def lower_bound(lengths: Sequence[int] | NDArray[Any], capacity: int) -> int:
 
     It is `max(ceil(sum / capacity), Martello-Toth L2)` of the items that fit, plus one pack for every longer item.
 
-    >>> lower_bound([6, 6, 6], 10)  # the tokens would fit into two packs, the items do not
+    >>> lower_bound([6, 6, 6], 10)  # the tokens would fit into two packs, but the items do not
     3
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -311,8 +312,8 @@ def _martello_toth(count: NDArray[Any], capacity: int) -> int:
     sum_up_to = np.concatenate(([0], np.cumsum(count * np.arange(capacity + 1))))
     half = capacity // 2
     threshold = np.arange(half + 1)
-    # Items longer than capacity - threshold are alone. The others above one half have a pack each, and the room that
-    # these leave free can only be used by items of at least the threshold.
+    # Items longer than capacity - threshold are alone. Other items above one half have a pack each, and the room that
+    # they leave can only be used by items of at least the threshold.
     top = capacity - threshold
     num_alone = num_up_to[-1] - num_up_to[top + 1]
     num_large = num_up_to[top + 1] - num_up_to[half + 1]

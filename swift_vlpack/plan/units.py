@@ -1,13 +1,13 @@
-"""Bring samples together that begin with the same media: they are a *unit*, which the packer places as one item.
+"""Bring samples that begin with the same media together in a *unit*, which the packer places as one item.
 
 >>> key, prefix, lengths = np.array([7, 0, 7, 7]), np.array([3, 0, 3, 3]), np.array([5, 9, 4, 6])
 >>> together = stand_together(key, prefix, lengths, capacity=8, most=9)
 >>> together.order.tolist(), together.shared.tolist()
 ([0, 2, 1, 3], [0, 3, 0, 0])
 
-Samples 0 and 2 share 3 tokens and have 6 together; with sample 3 it would be 9, which is more than a pack of 8 holds. A
-unit is a run of samples, each of which shares its first tokens with the sample before it. That one column (`shared`)
-says all:
+Samples 0 and 2 share 3 tokens and take 6 tokens together. With sample 3 the unit would take 9 tokens, more than a pack
+of 8 holds. A unit is a run of samples in which each sample shares its first tokens with the sample before it. So one
+column, `shared`, defines all units:
 
 >>> units = Units.of(together.shared)
 >>> units.starts.tolist(), units.counts.tolist()
@@ -55,11 +55,11 @@ def stand_together(
     most: int,
     row: NDArray[Any] | None = None,
 ) -> Together:
-    """Order samples so that those that share a prefix stand together, in units that fit a pack.
+    """Order samples so that samples that share a prefix are neighbours, in units that fit into a pack.
 
-    A unit has at most `most` samples and `capacity` tokens; further samples of the same key make another one. A unit
-    takes the place of one of its samples: that of the lowest `row`, which a shuffled order has put anywhere. (The place
-    of its first sample would bring large units to the front of every epoch.)
+    A unit has at most `most` samples and `capacity` tokens; further samples with the same key make another unit. The
+    unit takes the place of its sample with the lowest `row`, which the shuffle has put anywhere. (In the place of its
+    first sample, large units would come to the front of every epoch.)
     """
     num = len(key)
     row = np.arange(num) if row is None else row
@@ -75,7 +75,7 @@ def stand_together(
         lowest = can_share[np.lexsort((row[can_share], in_unit))[starts]]
         unit[can_share] = lowest[in_unit]
         shared[can_share] = np.where(begins_unit, 0, prefix[can_share])
-    # Samples of a unit keep their order among each other; only the first of it has `shared` 0.
+    # Samples of a unit keep their order; only the first has `shared` 0.
     order = np.lexsort((np.arange(num), unit))
     return Together(order, shared[order])
 
@@ -121,9 +121,9 @@ class Units(NamedTuple):
 
 
 def sizes_in_units(sizes: NDArray[Any], shared: NDArray[Any]) -> NDArray[Any]:
-    """Return sizes as samples have them in their unit: what they share with the one before is not counted again.
+    """Return the sizes of samples without what they share with the sample before them.
 
-    `sizes` has a line each of tokens, images and patches, and perhaps more, which are not shared.
+    `sizes` has one line for tokens, images and patches each; further lines are not shared and stay.
     """
     own = sizes.copy()
     own[0] -= shared

@@ -1,7 +1,7 @@
 """Lay the rows of an epoch end to end, and cut them wherever a pack is full (`packing_strategy=window`).
 
-Where a row is cut depends on all rows before it, so this is decided for an epoch and not for a row. The packer says
-what its open pack holds, and the pieces, pushed in their order, become its packs.
+The place where a row is cut depends on all rows before it, so it is decided for an epoch and not for a row. The packer
+says what its open pack holds; the row is cut to the room that is left, and its pieces are pushed in order.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from swift_vlpack.plan.parts import NOTHING, CutRows, Cutting, Part, Run, Span, 
 from swift_vlpack.reasons import Reason
 
 RunsOf = Callable[[int], Sequence[Part]]
-"""Returns the runs of a row with media, as parts, by its place; none if the row is one run."""
+"""Function that returns the runs of the row at a place, as parts; none if the row is a single run."""
 _WHOLE = Span(0, 0, 0)
 
 
 class Pieces(NamedTuple):
-    """The pieces that rows are cut into, in their order."""
+    """The pieces of all rows, in order."""
 
     at: NDArray[np.int64]  # (num_pieces,): the place of the row
-    sizes: NDArray[np.int32]  # (4, num_pieces): 0 for a piece that no pack has room for
+    sizes: NDArray[np.int32]  # (4, num_pieces): 0 for a piece that fits no pack
     spans: NDArray[np.int32]  # (5, num_pieces): the fields of `Span`; 0 for a row in one piece
 
     def report(self, images: NDArray[Any]) -> dict[str, Any]:
-        """Report what was cut and lost, if only the sizes of rows are known; `images` counts those of each row."""
+        """Report what was cut and lost, if only the sizes of rows are known. `images` are the images of each row."""
         number, start, stop, *_ = self.spans
         is_part, is_lost = stop > 0, (stop > 0) & (self.sizes[0] == 0)
         lost = {
@@ -62,7 +62,7 @@ def end_to_end(sizes: NDArray[Any], runs_of: RunsOf, config: PackingConfig) -> P
         length, images, patches, supervised = size
         taken, has_media = packer.taken, images or patches
         parts: list[Part] = []
-        if has_media or taken.tokens + length > config.packing_length:  # most rows are texts that fit
+        if has_media or taken.tokens + length > config.packing_length:  # skip most rows, which are texts that fit
             known = runs_of(place) if has_media else ()
             runs = known or [Part(0, 0, length, 0, images, patches, supervised=supervised)]
             parts = _parts(runs, cutting, taken)
@@ -79,13 +79,13 @@ def end_to_end(sizes: NDArray[Any], runs_of: RunsOf, config: PackingConfig) -> P
 
 
 def lost_part(runs: Sequence[Part], span: Span, cutting: Cutting) -> Part:
-    """Describe a piece that no pack has room for: what it holds, and why it is left out."""
-    of_row = _parts(runs, cutting, NOTHING)  # the pieces without room are the same, whatever came before
+    """Return the part of a piece that fits no pack, with its sizes and its reason."""
+    of_row = _parts(runs, cutting, NOTHING)  # pieces that fit no pack are the same, whatever came before the row
     return next(part for part in of_row if (part.start, part.stop) == span[1:3])._replace(number=span.number)
 
 
 def can_be_in_windows(sizes: NDArray[Any], runs: CutRows | None, config: PackingConfig) -> NDArray[np.bool_]:
-    """Tell which rows have a piece that some pack has room for."""
+    """Return a mask of the rows that have a piece which fits a pack."""
     usable: NDArray[np.bool_] = sizes[0] > 0
     if runs is None or not len(runs):
         return usable
@@ -113,6 +113,6 @@ def _size_of(part: Part, runs: Sequence[Part]) -> tuple[int, int, int, int]:
 
 
 def _share(run: Part, part: Part) -> int:
-    """Return how many supervised tokens of a run are in a part, as if they were spread evenly, as in documents."""
+    """Return how many supervised tokens of a run are in a part, assuming that they are spread evenly over the run."""
     before, behind = (min(max(at - run.start, 0), run.stop - run.start) for at in (part.start, part.stop))
     return run.supervised * behind // (run.stop - run.start) - run.supervised * before // (run.stop - run.start)

@@ -1,8 +1,11 @@
-"""What `--external_plugins` loads. Alone in its folder, because ms-swift puts that folder first on `sys.path`."""
+"""Install the plugin: `--external_plugins` loads this file, and puts its folder first on `sys.path`.
+
+So no other module may be in this folder.
+"""
 
 import gc
 
-gc.disable()  # because imports can set off a full collection, before `install` has made these cheap
+gc.disable()  # imports can start a full collection, which is cheap only after `install` (host/garbage.py)
 try:
     from swift_vlpack.host.install import install
 

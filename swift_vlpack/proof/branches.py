@@ -1,8 +1,8 @@
-"""Mark the rows of a proof that share a prefix, and bring them into a sequence as training does.
+"""Mark the rows of a proof that share a prefix, and lay them out in a sequence as training does.
 
-A proof keeps rows whole, with their pixels, because each is also run alone. A mark says which rows share their first
-tokens: neighbours with the same mark are one unit. So a proof may leave samples out, turn them round or change them,
-and what they share in the sequence follows.
+A proof keeps rows whole, with their pixels, because each row is also run alone. A mark says which rows share their
+first tokens: neighbours with the same mark are one unit. A proof may leave samples out, reverse or change them; the
+sequence is then laid out by the marks that are left.
 
 >>> prefix = Prefix(3)
 >>> rows = [{PREFIX: prefix, "length": 5}, {PREFIX: prefix, "length": 4}, {"length": 4}]
@@ -46,7 +46,7 @@ def marked(samples: Sequence[Encoded], shared: Sequence[int]) -> list[Encoded]:
 
 
 def as_planned(samples: Sequence[Encoded | None], shared: Sequence[int]) -> list[Encoded]:
-    """Mark samples of a planned pack that do share what they are planned to, as the reader of packs joins them.
+    """Mark the samples of a planned pack that the reader of packs would join, because they share what was planned.
 
     None stands for a sample that cannot be encoded.
     """

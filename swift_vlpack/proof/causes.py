@@ -22,7 +22,7 @@ ALONE, ANOTHER, MIXED = "its samples alone", "something else", "its samples mixe
 """Results of a padded batch of two samples. ALONE: each gives what it gives alone. ANOTHER: one gives something
 else, but does not change when the content of the other changes. MIXED: one changes when the other does."""
 EMBEDDINGS = -1
-"""Layer number for a difference that is there before the first layer, in its input."""
+"""Stands in for a layer number if the input of the first layer differs already."""
 _STATEFUL = ("linear", "mamba", "conv", "recurrent")
 _FEW = 8
 """Number of tokens that count as the start or end of a sample."""
@@ -44,7 +44,7 @@ class Profile:
 
     @property
     def differs(self) -> bool:
-        """Return whether any token differs."""
+        """Tell whether any token differs."""
         return self.first is not None
 
     @property
@@ -54,8 +54,8 @@ class Profile:
 
     @property
     def is_edge(self) -> bool:
-        """Return whether only a few tokens at its start or end differ."""
-        # A short sample is all edge, so of such a sample only a single token counts.
+        """Tell whether only a few tokens at the sample's start or end differ."""
+        # In a short sample every token is near an edge, so there only a single wrong token counts as an edge.
         if self.first is None or self.last is None or self.num_tokens <= 2 * _FEW:
             return self.first is not None and self.first == self.last
         return self.last < _FEW or self.first >= self.num_tokens - _FEW
@@ -94,13 +94,13 @@ class Evidence:
     module: Module | None = None
     """First module whose output differs; None if unknown."""
     unpacked: str = ALONE
-    """Result of the host's padded batch of two of the samples by the model's own attention: ALONE, ANOTHER or MIXED."""
+    """What two samples give in the host's padded batch, by the model's own attention: ALONE, ANOTHER or MIXED."""
     window: int | None = None
     rope_type: str = "default"
     model_types: tuple[str, ...] = ()
     """Kinds of the model's layers, as its config names them."""
     handed: Handed | None = None
-    """How the batch of the caller's own collator tells where samples start; None of a batch that the host makes."""
+    """How the batch of the caller's own collator tells where samples start; None if the host makes the batch."""
 
 
 def cause_of(evidence: Evidence) -> str:
@@ -108,7 +108,7 @@ def cause_of(evidence: Evidence) -> str:
     if evidence.handed is None and evidence.attention in NO_BOUNDARIES:
         name = evidence.attention
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
-    # Media that a sample got from another one move "other" samples as well, but are a matter of order, not of leaks.
+    # If samples got each other's media, new media move another sample, too. That is a wrong order, not a leak.
     has_moved = evidence.moved or (evidence.moved_by_media and evidence.given is None)
     cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
     if evidence.unpacked == MIXED:
@@ -134,7 +134,7 @@ def of_linear_attention(kind: str = "linear attention") -> str:
 
 
 def is_stateful(layer_type: str) -> bool:
-    """Return whether a kind of layer carries a state from token to token."""
+    """Tell whether a kind of layer carries a state from token to token."""
     return any(word in layer_type for word in _STATEFUL)
 
 
@@ -154,7 +154,8 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def _of_moved(evidence: Evidence) -> str:
-    # A state that runs on also moves the samples after it, as a causal mask would: the kind of layer tells.
+    # A state that runs on moves all later samples, just as a causal mask without boundaries does. Only the kind of
+    # layer tells the two apart.
     if is_stateful(evidence.layer_type):
         return of_linear_attention(evidence.layer_type.replace("_", " "))
     if not evidence.moved and evidence.layer not in (None, EMBEDDINGS):
@@ -189,7 +190,7 @@ def _of_moved(evidence: Evidence) -> str:
     boundaries = {at + 1 for at in changed if at + 1 < len(evidence.profiles)}
     few = [of <= min(_FEW, evidence.profiles[moved].num_tokens // 2) for (_, moved), of in evidence.moved.items()]
     is_edge = any(few) or any(profile.is_edge for profile in evidence.profiles)
-    # A single wrong boundary: if all were crossed, boundaries would be lost, not shifted.
+    # If all boundaries were crossed they would be lost, not shifted.
     if crossed and is_edge and len(crossed) < max(2, len(boundaries)):
         return (
             f"a boundary is shifted: where sample {min(crossed) + 1} of the sequence starts a few tokens belong to "
@@ -209,7 +210,7 @@ def _of_moved(evidence: Evidence) -> str:
 
 
 def _of_differing(evidence: Evidence) -> str:
-    """Name the cause if no sample moved when another one changed, but packed differs from alone."""
+    """Name the cause if no sample moved when another sample changed, but samples differ packed and alone."""
     differing = [profile for profile in evidence.profiles if profile.differs]
     if differing and all(profile.differs_in_branch for profile in differing):
         return _of_branches(evidence)
@@ -276,7 +277,7 @@ def _over_the_sequence(module: Module) -> str:
 
 
 def _are_shorter(differing: Sequence[Profile], profiles: Sequence[Profile]) -> bool:
-    """Return whether every sample that differs is shorter than the longest sample, which does not differ."""
+    """Tell whether every sample that differs is shorter than the longest sample, which does not differ."""
     longest = max(profile.num_tokens for profile in profiles)
     return bool(differing) and all(profile.num_tokens < longest for profile in differing)
 

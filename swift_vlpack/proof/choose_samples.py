@@ -29,12 +29,12 @@ FEWEST = 4
 NUM_STREAMED = 64
 """Number of samples that are read from the start of a stream."""
 _FIRST, _SPREAD = 6, 18
-"""Rows that are tried of each kind: this many of the shortest, then this many spread over all lengths, because broken
-rows are often short."""
+"""Most rows of each kind that are tried: the shortest, then some spread over all lengths, because the shortest rows are
+often broken."""
 _BRANCHES = 3
 """Most rows of a unit in the pack that is measured: one between two siblings."""
 _LOOKED_AT = 250
-"""Most rows that are opened to find kinds of media that the lengths do not count."""
+"""Most rows that are opened to find kinds of media that the length pass does not count, such as sounds."""
 
 
 def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
@@ -59,7 +59,7 @@ def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[E
 
 
 def _in_turn(kinds: Sequence[Iterator[Encoded]]) -> Iterator[Encoded]:
-    """Yield one sample of each kind, then another one of each kind, until none is left."""
+    """Yield one sample of each kind, then a second sample of each kind, and so on, until no sample is left."""
     left = list(kinds)
     while left:
         found = [(kind, next(kind, None)) for kind in left]
@@ -81,7 +81,7 @@ def short_samples(packs: Packs) -> list[Encoded]:
 def shortest_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
     """Return the index of the shortest sample with each kind of media, and of the shortest without any."""
     by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
-    # From the longest to the shortest, because the last sample of a kind stays in the dictionary.
+    # From the longest to the shortest, because a later sample replaces an earlier sample of its kind.
     return list({kinds_of_media(samples[at]): at for at in by_length[::-1]}.values())
 
 
@@ -93,7 +93,7 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
         return [iter(kind) for kind in _grouped(samples, _kind_of_sample)]
     by_length = np.argsort(plan.lengths, kind="stable")
     by_length = by_length[plan.lengths[by_length] > 0]
-    # The plan counts images and patches; kinds that it does not count are told apart by the rows themselves.
+    # The plan counts images and patches. Other media, such as sounds, are found by opening rows.
     images, patches = plan.images[by_length], plan.patches[by_length]
     kinds = [
         kind
@@ -162,7 +162,7 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
         most = np.flatnonzero(scores == scores.max())
         if not set(most.tolist()) & set(chosen):
             chosen.append(int(most[0]))
-    # Cheap ones first, because the first is always compared, and the others while the budget of tokens lasts. Before
+    # Short sequences first: the first is compared in any case, the others only while the budget of tokens lasts. Before
     # them those with a prefix, if samples share any.
     tokens = plan.num_tokens_per_pack
     chosen.sort(key=lambda number: (not plan.shared_in(number), int(tokens[number])))
@@ -173,9 +173,10 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
 
 
 def _scores(plan: Plan, window: int | None) -> Iterator[NDArray[Any]]:
-    """Yield scores of all packs, one kind after the other; of each kind a pack with the highest score is compared.
+    """Yield one array of scores for each question; for each, a pack with the highest score is compared.
 
-    The longest sample first, because few packs have one as long, and many packs may have as many samples or images.
+    The longest sample is asked for first, because few packs have a sample of that length. Many packs may have as many
+    samples or images.
     """
     pack_of = np.repeat(np.arange(len(plan)), plan.num_samples_per_pack)
     lengths = plan.lengths[plan.members]
@@ -200,7 +201,7 @@ def _of_packs(join: np.ufunc, pack_of: NDArray[np.int64], values: NDArray[Any], 
 
 
 def tokens_of_epoch(packs: Packs) -> int:
-    """Return the tokens that each rank trains in an epoch; 0 for a stream, of which it is not known."""
+    """Return the tokens that each rank trains in an epoch; 0 for a stream, because its length is not known."""
     plan = packs.epoch_plan
     return 0 if plan is None else int(plan.packs.num_tokens_per_pack.sum()) // packs.num_ranks
 

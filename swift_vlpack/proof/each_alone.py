@@ -1,7 +1,8 @@
 """Run each sample of a sequence of the plan alone, as the reference for the sequence.
 
-A sequence may have hundreds of short texts. They share un-packed batches of the host, where that gives them what they
-give alone; samples with media never do, because a vision tower that mixes images would mix them in such a batch, too.
+A sequence may have hundreds of short texts. Texts share un-packed batches of the host, if a trial shows that such a
+batch gives the results of its samples alone. Samples with media always run alone, because a vision tower that mixes
+images would mix them in an un-packed batch, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from swift_vlpack.proof.shards import is_sharded
 from swift_vlpack.rows.samples import Encoded
 
 TOKENS_TOGETHER, FEWEST_TOGETHER = 2048, 8
-"""Most tokens of such a batch, padding included, and the fewest texts for which sharing saves forwards."""
+"""Most tokens of a shared batch, padding included; and the fewest texts for which shared batches save forwards, because
+the trial itself takes three forwards."""
 
 
 def each_alone(
@@ -36,8 +38,8 @@ def _together(proof_model: ProofModel, sequence: Sequence[Encoded]) -> dict[int,
     limit = longest_for_own(proof_model.model)
     texts = [at for at, one in enumerate(sequence) if not kinds_of_media(one) and length_of(one) <= limit]
     texts.sort(key=lambda at: length_of(sequence[at]))
-    # Ranks that share parameters wait for each other, so what a forward gives must not decide how many follow. With
-    # experts, rounding may send a token to another one.
+    # Ranks with sharded parameters wait for each other in every forward, so the result of a forward must not decide how
+    # many forwards follow. And with experts, rounding in another shape may send a token to another expert.
     if len(texts) < FEWEST_TOGETHER or is_sharded(proof_model.model) or has_experts(proof_model.model):
         return {}
     if not _is_same_together(proof_model, [sequence[at] for at in (texts[0], texts[-1])]):
@@ -55,7 +57,7 @@ def _groups(lengths: Sequence[int], limit: int) -> Iterator[slice]:
     start = 0
     while start < len(lengths):
         end = start + 1
-        # The last is the longest, to which the others are padded.
+        # Lengths grow, so the last sample of a batch is its longest, and the others are padded to it.
         while end < len(lengths) and (end + 1 - start) * lengths[end] <= min(TOKENS_TOGETHER, limit**2 // lengths[end]):
             end += 1
         yield slice(start, end)
@@ -63,7 +65,7 @@ def _groups(lengths: Sequence[int], limit: int) -> Iterator[slice]:
 
 
 def _is_same_together(proof_model: ProofModel, samples: Sequence[Encoded]) -> bool:
-    """Return whether samples give in one un-packed batch what they give alone."""
+    """Tell whether samples give the same results in one un-packed batch as alone."""
     alone = [run_alone(proof_model, sample).logits[0] for sample in samples]
     try:
         with own_attention(proof_model.model):

@@ -50,7 +50,7 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
     """Examine a sequence that failed the proof, sample by sample and layer by layer."""
     facts = facts_of(proof_model.model.config)
     with untouched(proof_model.model):
-        # A kernel or dropout of training mode only shows here: in evaluation the sequence is right.
+        # If the failure shows in training mode only, its cause is a kernel or a draw that evaluation does not use.
         in_evaluation = _profiles(proof_model, sequence, limits)
         with repeatable_training(proof_model.model):
             profiles = _profiles(proof_model, sequence, limits)
@@ -92,9 +92,9 @@ def _handed(proof_model: ProofModel, sequence: Sequence[Encoded]) -> Handed | No
 
 
 def samples_to_change(num_samples: int, worst: int) -> tuple[int, ...]:
-    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
+    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends of the sequence.
 
-    Not all of many, because each changed sample costs a forward of the sequence.
+    Each changed sample costs a forward of the whole sequence.
     """
     around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
     return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
@@ -135,9 +135,9 @@ def first_layer(proof_model: ProofModel, sequence: Sequence[Encoded], sample: in
 
 
 def _own_part(made: torch.Tensor, ran: RunResult, at: int) -> torch.Tensor | None:
-    """Cut what a module gives for the tokens of a batch to one sample; None if it gives something else."""
+    """Cut a module's output to the tokens of one sample; None if the output has no value for each token."""
     num_rows, num_tokens = ran.shape
-    # Some modules give all tokens in one dimension, without the rows of the batch.
+    # Some modules flatten rows and tokens into one dimension.
     per_token = made.reshape(-1, made.shape[-1])
     if len(per_token) != num_rows * num_tokens:
         return None
@@ -304,7 +304,7 @@ def _unpacked(proof_model: ProofModel, sequence: Sequence[Encoded], profiles: Se
 def _two_of(sequence: Sequence[Encoded], profiles: Sequence[Profile]) -> list[Encoded]:
     """Choose a sample that differs, and the longest other sample with the same kind of media.
 
-    The longest one, because beside a sample of equal length (its twin) nothing would be padded.
+    The longest sample, because a sample of equal length (the twin) would need no padding.
     """
     order = sorted(range(len(sequence)), key=lambda at: (not kinds_of_media(sequence[at]), length_of(sequence[at])))
     first = next((at for at in order if profiles[at].differs), order[0])
@@ -326,7 +326,10 @@ def _with_other_media(sample: Encoded) -> Encoded | None:
 def _given(
     proof_model: ProofModel, sequence: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits
 ) -> tuple[int, int] | None:
-    """Find a sample that gives what it gives alone with the media of another one. Returns (sample, other) or None."""
+    """Find a sample whose logits are those of the sample alone with another sample's media.
+
+    Returns (sample, other), or None if there is no such sample.
+    """
     packed = proof_model.run(sequence, packed=True).logits
     suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
     for at in suspects:
@@ -341,7 +344,7 @@ def _given(
 
 
 def _fits(sample: Encoded, other: Encoded) -> bool:
-    """Return whether the media of two samples have the same names and shapes."""
+    """Tell whether the media of two samples have the same names and shapes."""
     own, others = media_of(sample), media_of(other)
     return (
         bool(own) and own.keys() == others.keys() and all(shape_of(own[name]) == shape_of(others[name]) for name in own)

@@ -1,4 +1,4 @@
-"""The first batch of a trainer: one packed sequence, its samples encoded again, and copies with other content."""
+"""Make the inputs of the proof on a trainer's first batch: the sequence, its samples alone, and changed copies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
 TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE, FEWEST_TARGETS = 8, 256, 2
-"""Targets of which the loss is taken: so many of a sample, fewer if the sequence would have more than that many, but at
-least a sample's first and last. Each target costs a product with the whole vocabulary, forward and backward. A few are
-enough, because the gradient of a late target reaches all tokens before it in every layer but the last."""
+"""Number of targets in the loss of this proof: most of a sample, most of a sequence, and fewest of a sample (its first
+and last target). Each target costs a product with the whole vocabulary, forward and backward. A few are enough, because
+the gradient of a late target reaches all tokens before it in every layer but the last."""
 
 
 def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
@@ -90,9 +90,10 @@ class FirstSequence:
 
     @cached_property
     def watched(self) -> list[int]:
-        """Return every second sample, from the second on, or the others if these have no targets.
+        """Return every second sample, beginning with the second; or the others if those have no targets.
 
-        From the second on, because a sample sees the neighbour before it if the mask is causal and has no boundaries.
+        Not beginning with the first: under a causal mask without boundaries a sample sees the samples before it, and
+        the first has none.
         """
         labels = self.inputs["labels"][0]
         has_target = [bool((labels[places][1:] != NO_LABEL).any()) for places in self.places]
@@ -106,7 +107,7 @@ class FirstSequence:
 
     @cached_property
     def is_learnt(self) -> torch.Tensor:
-        """Return a mask of the targets of which the loss is taken: a few of each watched sample, spread over it."""
+        """Return a mask of the targets in the loss: a few of each watched sample, spread over the sample."""
         is_target, weights = self.inputs["labels"][0] != NO_LABEL, self.inputs.get("loss_scale")
         if weights is not None:
             is_target &= weights[0] != 0

@@ -1,4 +1,4 @@
-"""Compare gradients without leaving a trace on the model: take those of norms and biases only, by `autograd.grad`."""
+"""Compare gradients and leave no trace on the model: use those of norms and biases only, taken by `autograd.grad`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from swift_vlpack.proof.reference import Float32Mode
 from swift_vlpack.proof.shards import let_go, shape_of, whole
 
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes that hold the checkpoint function: of a layer that transformers and ms-swift run by it, and of the wrapper
-that torch puts around a layer, as FSDP does."""
+"""Attributes that hold the function of gradient checkpointing: on a layer (transformers and ms-swift), and on torch's
+wrapper around a layer (FSDP)."""
 _BYTES_IN_FLOAT32 = 2**33
 """Most memory that float32 copies of the weights may take, beside the model, until the backward is done."""
 
@@ -105,7 +105,8 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
     the bias of attention's keys.
     """
     lengths, gaps = _squares(one, other)
-    # A part counts as at least a thousandth of the whole (these are squares): one with next to no gradient is rounding.
+    # A part with next to no gradient is nothing but rounding, so each part counts as at least a thousandth of the whole
+    # (a millionth here, because these are squares).
     whole = sum(lengths.values())
     return {part: (gaps[part] / max(length, 1e-6 * whole, 1e-30)) ** 0.5 for part, length in lengths.items()}
 

@@ -1,8 +1,8 @@
 """Read from the inputs of a forward how they tell the model where samples start, and say why that is not enough.
 
-A batch can tell by boundaries (`cu_seq_lens_q`), by positions that begin again, by a 4-D mask, or by a mask that
-numbers the samples. Each is read by some kinds of attention only, under conditions, and none of them warns
-when it is not read.
+A batch can mark samples by boundaries (`cu_seq_lens_q`), by positions that begin again, by a 4-D mask, or by a mask
+that numbers the samples. Each form is read by some kinds of attention only, and under conditions. Nothing warns when a
+form is not read.
 
 >>> why_not_apart(Handed(positions=Positions.RUN_ON), "sdpa")
 'positions run over the whole row and begin again at no sample, and nothing else in the batch tells where samples start'
@@ -26,11 +26,11 @@ from swift_vlpack.rows.families import text_config_of
 
 _BOUNDARIES = (ENDS, "cu_seqlens", *NUMBERS_OF_SAMPLES)
 _HIDDEN = -1000.0
-"""What a mask adds to the scores of tokens that are not seen is far less than this."""
+"""A mask that is added to scores hides a token if it adds less than this; real masks add far less."""
 
 
 class Positions(Enum):
-    """What `position_ids` of a batch say of its samples."""
+    """Kinds of `position_ids`, by what they say about the samples of a batch."""
 
     NONE = "the batch has none"
     BEGIN_AGAIN = "they begin again at every sample"
@@ -41,7 +41,7 @@ class Positions(Enum):
 
 
 class Mask(Enum):
-    """What `attention_mask` of a batch says of its samples."""
+    """Kinds of `attention_mask`, by what they say about the samples of a batch."""
 
     NONE = "the batch has none"
     OF_PADDING = "ones, and zeros for padding"
@@ -53,7 +53,7 @@ class Mask(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """How a batch tells the model where its samples start."""
+    """The inputs by which a batch tells the model where its samples start."""
 
     positions: Positions = Positions.NONE
     mask: Mask = Mask.NONE
@@ -62,7 +62,7 @@ class Handed:
     has_cache: bool = False
     """True if the model makes a cache, also in training."""
     leak: tuple[int, int] | None = None
-    """(reader, seen): numbers of samples, counted from 0, of which the mask lets one see the other."""
+    """(reader, seen): two samples, counted from 0; the mask lets tokens of `reader` see tokens of `seen`."""
 
 
 def handed_in(inputs: Mapping[str, Any], slots: Sequence[Slot], config: Any) -> Handed:
@@ -79,12 +79,12 @@ def handed_in(inputs: Mapping[str, Any], slots: Sequence[Slot], config: Any) -> 
 
 
 def why_not_apart(handed: Handed, attention: str) -> str | None:
-    """Say why samples see each other although, or because, the batch is what it is; None if it does not tell."""
+    """Say why samples see each other, as far as the inputs of the batch explain it; None if they do not."""
     return next(_reasons(handed, attention), None)
 
 
 def _reasons(handed: Handed, attention: str) -> Iterator[str]:
-    """Yield reasons, those first that hold whatever else the batch has."""
+    """Yield reasons. First those that hold whatever else is in the batch."""
     name = f"attention {attention}"
     if handed.leak is not None:
         reader, seen = (number + 1 for number in handed.leak)
@@ -113,7 +113,7 @@ def _reasons(handed: Handed, attention: str) -> Iterator[str]:
 
 
 def _of_positions(handed: Handed, *, is_flash: bool) -> Iterator[str]:
-    """Yield why positions that tell of samples were not read."""
+    """Yield the reasons why attention did not read positions that begin again."""
     begins = "positions begin again at every sample"
     if handed.positions is Positions.BEGIN_AGAIN_AT_SOME:
         yield "positions begin again at some samples only: the others go on with the sample before them"
@@ -142,7 +142,7 @@ def _of_positions(handed: Handed, *, is_flash: bool) -> Iterator[str]:
 
 
 def _has_axes(config: Any) -> bool:
-    """Return whether rotary embeddings of the model have positions on three axes (time, height, width)."""
+    """Tell whether rotary embeddings of the model have positions on three axes (time, height, width)."""
     return "mrope_section" in (getattr(text_config_of(config), "rope_parameters", None) or {})
 
 
@@ -162,7 +162,7 @@ def _positions_of(given: Any, slots: Sequence[Slot], *, has_axes: bool) -> Posit
 
 
 def _mask_of(given: Any, slots: Sequence[Slot]) -> tuple[Mask, tuple[int, int] | None]:
-    """Return what a mask says, and the first two samples of which it lets one see the other."""
+    """Return the kind of a mask, and the first pair of samples (reader, seen) that it fails to keep apart."""
     if not isinstance(given, torch.Tensor):
         return Mask.NONE, None
     if given.dim() == 2:

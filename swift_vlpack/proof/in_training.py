@@ -118,10 +118,10 @@ class InTraining:
 
 
 def measure_in_training(passes: Passes, sequence: FirstSequence, results_of_all: OfAll) -> InTraining:
-    """Run all passes and return the measurements. All ranks call it.
+    """Run all passes and return the measurements. All ranks must call it.
 
-    If parameters are sharded, all ranks run equally many passes, and a rank that fails in one leaves at once: the
-    others wait for it in the middle of a forward, where it cannot tell them.
+    If parameters are sharded, all ranks run equally many passes. A rank that fails in a pass raises at once, because
+    the others wait for it in the middle of a forward, where it cannot send them a message.
     """
     with untouched(passes.model), torch.enable_grad():
         passes.model.train()
@@ -201,7 +201,7 @@ class _Compared:
             right = [alone[number] for number in few if number < len(alone)]
             gaps = [_gap(*pair).over_tokens for pair in zip(right, noise, strict=True)]
             of_noise = Noise(worst(gaps), _apart(_joined(right), _joined(noise)).most)
-        # Because the proof before this one compares models of 16 bits in float32, and this one cannot.
+        # This proof cannot run in float32, as the proof before training does for models in 16 bits.
         times = TIMES_NOISE_BESIDE_FLOAT32 if torch.finfo(self.dtype).bits == 16 else TIMES_NOISE
         limits = Limits.of(self.dtype, largest, of_noise.times(times), 0.0, has_experts=experts)
         floor = FLOORS[self.dtype]
@@ -229,7 +229,7 @@ class _Compared:
             dtype=str(self.dtype).removeprefix("torch."),
             sharded_by=self.passes.sharded_by,
             num_parameters=len(original.gradient),
-            # In 16 bits a token may go to another expert because other tokens are beside it.
+            # In 16 bits, other neighbours may round a token differently and send it to another expert.
             exact=exact if not experts else limits._replace(moved=max(limits.alone, exact.moved)),
             not_looked_at=self._not_looked_at(has_changed=not moved or own > 2 * exact.moved),
         )
@@ -245,7 +245,7 @@ class _Compared:
         sequence, original = self.sequence, self.original
         if len(sequence.slots) < 2 and not self.passes.is_sharded:
             return [], None, 0.0, 0.0
-        # The second pass goes without a backward: the loss is that of the watched samples, which changed themselves.
+        # No backward in the second pass: its loss is that of the watched samples, and these have changed themselves.
         changed = self._packed(sequence.with_other(sequence.others))
         turned = self._packed(sequence.with_other(self.watched), backward=False)
         moved = [_most(original.hidden, changed.hidden, sequence.places[at]) for at in self.watched]
@@ -326,8 +326,8 @@ class _Compared:
     def _stand_in(self) -> None:
         """Run a pass as other ranks run one for a sample alone, and drop its results.
 
-        Not the packed sequence, if this rank has a sample: a wrong backward of a sequence may leave out layers, whose
-        parameters the ranks would then gather in another order.
+        Runs a sample if this rank has one, and not the packed sequence: a wrong backward of the sequence may leave out
+        layers, and the ranks would then gather parameters in different orders.
         """
         inputs, has_sample = self.sequence.for_watched(), False
         num_tokens = int(inputs["input_ids"].shape[-1])
@@ -355,9 +355,10 @@ class _Compared:
         return [at for at in self.watched if self.sequence.record.lengths[at] > longest]
 
     def _is_quick_equal(self) -> bool:
-        """Return whether sdpa equals the model's own attention on the shortest watched sample.
+        """Tell whether sdpa equals the model's own attention on the shortest watched sample.
 
-        Compared before sdpa replaces the model's own attention, because it ignores what some models ask of attention.
+        sdpa replaces the model's own attention for long samples. It silently ignores some arguments of attention, such
+        as sinks and soft caps.
         """
         hidden = []
         shortest = min(self.watched, key=lambda at: self.sequence.record.lengths[at], default=0)
@@ -415,9 +416,9 @@ class _Compared:
 
 
 def _has_rates(model: torch.nn.Module) -> bool:
-    """Return whether any rate of random draws is above 0.
+    """Tell whether any rate of random draws is above 0.
 
-    A custom kernel may draw by such a rate without using torch's generators, where `Pass.has_drawn` would see it.
+    Needed beside `Pass.has_drawn`, because a custom kernel may draw without torch's generators.
     """
 
     def rates() -> list[Any]:

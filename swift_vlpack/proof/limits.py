@@ -23,9 +23,10 @@ TIMES_PADDED = 4
 """Factor to the limit from the difference between an un-packed, padded batch and its samples, by the model's own
 attention."""
 TOKEN_TO_SAMPLE = 2
-"""Factor from the limit of a sample to that of a single token; that is 15 times the largest difference that was seen.
-Without a limit for tokens, a wrong token at a boundary of a long sample would be lost in the mean. Models with experts
-have no such limit, because a token that rounding sends to another expert differs by more."""
+"""Factor from the limit of a sample to the limit of a single token, which is then 15 times the largest difference that
+was seen in a correct run. Without a limit for tokens, one wrong token at a boundary of a long sample would be lost in
+the mean. Models with experts have no such limit, because a token that rounding sends to another expert differs by
+more."""
 MOST_OF_LOGITS, MOST_OF_GRADIENT = 0.5, 0.5
 """Upper bounds of the limits, however much noise there is: shares of the largest logit and of the gradient."""
 
@@ -37,7 +38,7 @@ class Floor(NamedTuple):
     """
 
     moved: float
-    """For a sample whose neighbours changed: the same kernels compute it from the same numbers."""
+    """For a sample whose neighbours changed. The smallest limit: the same kernels compute it from the same numbers."""
     logits: float
     gradient: float
 
@@ -55,7 +56,7 @@ SHARP = Floor(1e-4, 1e-3, 1e-2)
 TIMES_FLOOR = 4
 """Factor from the floor of the data type to the limit of a comparison for which no noise was measured."""
 NOTICED = Floor(0.0, 1e-2, 3e-2)
-"""Widest limits that would notice a mistake. Wider limits, as in 16 bits, show only leaks and gross mistakes."""
+"""Widest limits under which a proof may say "verified". Wider limits, as in 16 bits, show only gross mistakes."""
 
 
 class Noise(NamedTuple):
@@ -128,12 +129,12 @@ class Gap(NamedTuple):
 
 
 def without_noise(dtype: torch.dtype, expected: torch.Tensor) -> float:
-    """Return how far another kernel may be from `expected` if no noise was measured, as for sdpa and eager."""
+    """Return how far another kernel may be from `expected` if no noise was measured, as between sdpa and eager."""
     return TIMES_FLOOR * FLOORS[dtype].logits * max(1.0, float(expected.abs().max()))
 
 
 def has_experts(model: torch.nn.Module) -> bool:
-    """Return whether a model routes tokens to experts; rounding may send a token to another one."""
+    """Tell whether a model routes tokens to experts; rounding may then send a token to another expert."""
     return any("expert" in name for name, _ in model.named_modules())
 
 
@@ -149,7 +150,7 @@ def gap_by_token(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def worst(sizes: Sequence[float]) -> float:
-    """Return the largest, or NaN if there is one; Python's `max` may lose NaN."""
+    """Return the largest size, or NaN if any size is NaN; Python's `max` may lose a NaN."""
     return float(np.max([0.0, *sizes]))
 
 
@@ -169,7 +170,7 @@ def rounded_otherwise(model: torch.nn.Module, dtype: torch.dtype, seed: int = 0)
         signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
         return (value.float() * (1 + signs * unit)).to(value.dtype)
 
-    # Embeddings, too: their rounding passes through all layers, as that of another kernel in the first layer would.
+    # Embeddings are rounded, too: the error passes through all layers, as an error of the first layer's kernel does.
     layers = [layer for module in model.modules() if isinstance(module, torch.nn.ModuleList) for layer in module]
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     modules = [*layers, *([embeddings] if embeddings is not None else [])]
@@ -182,7 +183,7 @@ def rounded_otherwise(model: torch.nn.Module, dtype: torch.dtype, seed: int = 0)
 
 
 def rounds_coarsely(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a model computes in 16 bits, or in TF32 (19 bits), CUDA's default for convolutions."""
+    """Tell whether a model computes in 16 bits, or in TF32 (19 bits), CUDA's default for convolutions."""
     takes_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
     return torch.finfo(dtype).bits == 16 or (dtype == torch.float32 and takes_tf32 and next(model.parameters()).is_cuda)
 
@@ -206,6 +207,6 @@ def precision_of(model: Any, forward: Callable[[], Any]) -> torch.dtype:
 
 
 def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Return the data type that rounds most."""
+    """Return the data type with the fewest bits of precision."""
     known = (dtype for dtype in dtypes if dtype in FLOORS)
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

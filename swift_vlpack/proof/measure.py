@@ -195,25 +195,27 @@ def measure_pack(
     run equally many.
     """
     with untouched(proof_model.model), repeatable_training(proof_model.model):
-        # A sample too long for any reference proves nothing, and is dropped before anything runs.
+        # A sample that is too long for any reference cannot be compared, so it is dropped before anything runs.
         reference = Reference(proof_model, samples)
         samples = reference.known(samples)
         with own_attention(proof_model.model):
             proof_model = with_cut_head(proof_model, words_of(samples[0], proof_model.is_ordinary, _WORDS_FOR_HEAD))
         experts = has_experts(proof_model.model)
         packs = _PackRuns(proof_model, samples, has_experts=experts)
-        # Some kernels add in another order each time. That is noise; a cache or a draw that stays moves far more.
+        # Some kernels add in another order each time, which is noise. A cache or a random draw that stays on moves the
+        # logits far more.
         repeated = worst(_moved(proof_model, samples, packs.packed))
         own, own_media, moves, moves_by_media = _changed(proof_model, samples, packs.packed)
         of_prefix = _with_other_prefixes(proof_model, samples, packs.packed)
-        # In 16 bits rounding hides all but gross mistakes, so a few samples are compared in float32, too. Where that
-        # fails, the difference of a padded batch tells how much of the rounding comes from other shapes alone.
+        # In 16 bits rounding hides all but gross mistakes, so a few samples are compared in float32, too. If that
+        # fails, an un-packed padded batch shows how much rounding other shapes alone cause.
         few = [samples[at] for at in packs.few]
         single, why_not, padded = None, "", Noise(0.0, 0.0)
         if rounds_coarsely(proof_model.model, packs.dtype):
             single, why_not = _in_float32(proof_model, few, has_experts=experts)
             padded = padded if single else packs.padded(samples)
-        # Mistakes may need a full sequence: room for few boundaries, a capacity of experts, a limit of positions.
+        # Some mistakes show only in a full sequence: a buffer for few boundaries, a capacity of experts, a limit of
+        # positions.
         kept = affordable(sequences, tokens_of_epoch)
         of_plan = [_against_known(proof_model, reference, sequence) for sequence in kept]
         looked_at = [one for one in of_plan if one is not None]
@@ -297,7 +299,7 @@ def _in_float32(
 
 
 class _PackRuns:
-    """Runs one pack and its samples alone: logits of all, gradients of samples whose backward is cheap enough."""
+    """Run one pack and its samples alone: logits of all samples, gradients of those whose backward fits into memory."""
 
     def __init__(self, proof_model: ProofModel, samples: Sequence[Encoded], *, has_experts: bool) -> None:
         self.proof_model = proof_model
@@ -315,7 +317,7 @@ class _PackRuns:
             short = [samples[at] for at in graded]
             together = proof_model.run(short, packed=True, parameters=parameters)
         self.packed = together if len(short) == len(samples) else proof_model.run(samples, packed=True)
-        # Reversed, the pack has its length and other boundaries: this shows a cache of boundaries by length.
+        # Reversed, the pack has equal length but other boundaries, so a cache of boundaries by length gives wrong ones.
         self.turned = proof_model.run(samples[::-1], packed=True)
         added = gradients.added([self.alone[at].gradient for at in graded])
         self.gradient = gradients.difference(together.gradient, added)
@@ -393,7 +395,8 @@ def _changed(
     Returns `own`, `own_media`, `moves` and `moves_by_media` of `Measurements`. The first twin's own move is limited to
     the difference between the twins: if they do not differ, an exchange of their media could not be seen.
     """
-    # Every second sample, not one after the other: two forwards change all samples, and each has a changed neighbour.
+    # Change every second sample at once: two forwards then change all samples, and every sample has a changed
+    # neighbour.
     own, moves = [0.0] * len(samples), []
     for parity in (0, 1):
         changed = [replaced(s, proof_model.is_ordinary) if at % 2 == parity else s for at, s in enumerate(samples)]
@@ -406,7 +409,7 @@ def _changed(
     if not pairs:
         return own, {}, moves, []
     changed = list(samples)
-    # One twin only: if the other one, or a sample of text, moves with it, media reached the wrong tokens.
+    # Change one twin of each pair. If the other twin or a sample of text moves too, media reached the wrong tokens.
     for one, _ in pairs:
         changed[one] = with_other_media(samples[one], 2)
     again = proof_model.run(changed, packed=True)

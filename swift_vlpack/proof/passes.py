@@ -1,4 +1,4 @@
-"""Run one forward and backward with the trainer's own loss, and keep what they give for every token.
+"""Run one forward and backward with the trainer's own loss, and keep the results of every token.
 
 A `Pass` holds the hidden states after the last layer, the gradients at both ends of the layers, and the gradients of
 parameters. `in_training` compares passes; nothing is left on the model.
@@ -46,7 +46,7 @@ class Pass:
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradients of trained parameters, by name; at most `NUM_KEPT` values of each."""
     has_drawn: bool = False
-    """True if anything was drawn at random."""
+    """True if the pass drew random numbers from torch's generators."""
 
     def at(self, tokens: slice | torch.Tensor) -> Pass:
         """Return the results of some tokens, without the gradient of parameters."""
@@ -76,8 +76,9 @@ class Passes:
         """Take a model and the trainer's loss.
 
         `scale` multiplies a loss before its backward as training does, for gradients in 16 bits. `has_engine` says that
-        an engine (DeepSpeed) receives the gradients of parameters in the backward; it must not see those of a proof. If
-        it does not receive them by hooks on parameters, which can be taken away for a while, nothing is compared there.
+        an engine (DeepSpeed) receives the gradients of parameters in the backward; it must not receive those of a
+        proof. Hooks on parameters can be removed for a pass. If the engine uses another way, no parameters are
+        compared.
         """
         self.model = model
         self.compute_loss = compute_loss
@@ -87,7 +88,7 @@ class Passes:
         let_go(model)
         of_vocabulary = _of_vocabulary(model)
         compared = [name for name, one in _trained(model).items() if id(one) not in of_vocabulary]
-        # By name, as a forward and backward see them: the whole ones, if they are sharded.
+        # Parameters as a forward and backward see them: the whole ones, if they are sharded.
         self.of_forward = whole(model, compared)
         self.why_no_parameters: str | None = None
         if compared and not self.of_forward:
@@ -107,7 +108,7 @@ class Passes:
 
         Raises `CannotSee` if the hidden states of the model cannot be captured.
         """
-        # The same seed for every pass: with equal lengths and grids, each token draws the same numbers again.
+        # Every pass has the same seed, so with equal lengths and grids each token draws the same numbers again.
         _seed_all(seed)
         before = _states_of_torch()
         with (
@@ -189,7 +190,7 @@ def _of_vocabulary(model: Any) -> frozenset[int]:
     """
     names = ("get_input_embeddings", "get_output_embeddings")
     ends: list[Any] = [getattr(model, name, lambda: None)() for name in names]
-    # Not of a class of their own, whose backward may be wrong.
+    # Only plain classes: the backward of a model's own class may be wrong, so its gradient is compared.
     return frozenset(id(end.weight) for end in ends if class_of(end) in (torch.nn.Embedding, torch.nn.Linear))
 
 
@@ -206,7 +207,7 @@ def _take(found: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) ->
     assert parameter.grad is not None
     step = -(-parameter.grad.numel() // NUM_KEPT)
     kept = parameter.grad.reshape(-1)[::step].float().clone()
-    # Added up, because the hook may run more than once for a layer that is run again in the backward.
+    # Add up, because the hook may run more than once if checkpointing runs a layer again in the backward.
     found[name] = found[name] + kept if name in found else kept
     parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""Replace the tokens or media of a sample and keep its lengths and shapes: what then moves depended on them.
+"""Replace the tokens or media of a sample, and keep lengths and shapes. Whatever then moves depends on the content.
 
 >>> replaced({"input_ids": [1, 7, 8, 9, 2]}, is_ordinary=lambda token: token > 2)["input_ids"]
 [1, 8, 9, 7, 2]
@@ -17,7 +17,7 @@ from swift_vlpack.feed.collate import UNUSED_COLUMNS
 from swift_vlpack.proof.branches import PREFIX, Prefix, num_prefix_of, units_in
 from swift_vlpack.rows.samples import Encoded
 
-# Fields with one value for each token: no media, whatever their type.
+# Fields that are never media, whatever the type of their values.
 _NO_MEDIA = frozenset(
     ("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids", UNUSED_COLUMNS)
 )
@@ -25,7 +25,7 @@ _BRIGHTEST = 255
 
 
 def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool:
-    """Return whether a sample has two different ordinary tokens to exchange, and one of its own beside a prefix."""
+    """Tell whether a sample has two different ordinary tokens to exchange, at least one of them after its prefix."""
     tokens = sample["input_ids"]
     return len({token for token in tokens if is_ordinary(token)}) > 1 and any(
         map(is_ordinary, tokens[num_prefix_of(sample) :])
@@ -33,9 +33,9 @@ def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool
 
 
 def replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
-    """Replace every ordinary token by another one. Media and control tokens stay, so positions stay, too.
+    """Replace every ordinary token by another ordinary token. Media and control tokens stay, so positions stay, too.
 
-    The tokens of a prefix stay, because they are those of other samples, too (`with_other_prefix`).
+    The tokens of a prefix stay, because other samples share them (`with_other_prefix` replaces those).
     """
     others, num_prefix = _others(sample["input_ids"], is_ordinary), num_prefix_of(sample)
     return {**sample, "input_ids": [*sample["input_ids"][:num_prefix], *others[num_prefix:]]}
@@ -57,12 +57,12 @@ def _others(tokens: Sequence[int], is_ordinary: Callable[[int], bool]) -> list[i
 
 
 def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
-    """Replace pixels and sounds by others of the same shape; every `number` gives other ones."""
+    """Replace pixels and sounds by other values of the same shape; each `number` gives different values."""
     return {**sample, **{name: _other(value, number) for name, value in media_of(sample).items()}}
 
 
 def with_media_of(sample: Encoded, other: Encoded) -> Encoded:
-    """Return a sample with the media of another one, which have the same shapes; what is beside them stays."""
+    """Return a sample with the media of another sample. All media must have the same shapes; other fields stay."""
     return {**sample, **{name: _taken(value, other[name]) for name, value in media_of(sample).items()}}
 
 
@@ -109,7 +109,7 @@ def twins(samples: Sequence[Encoded]) -> list[tuple[int, int]]:
 
 
 def _has_content(value: Any) -> bool:
-    """Return whether a value holds pictures, or floating-point numbers, as pixels and spectra do and grids do not."""
+    """Tell whether a value holds pictures or floating-point numbers. Pixels and spectra do; grids hold integers."""
     if isinstance(value, Mapping):
         return any(map(_has_content, value.values()))
     if isinstance(value, (list, tuple)):
@@ -146,7 +146,7 @@ def _other(value: Any, number: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_other(inner, number) for inner in value)
     if isinstance(value, Image.Image):
-        # By another amount for every `number`, of the 256 values that a pixel of 8 bits has.
+        # Shift the 256 values of an 8-bit pixel, by another amount for every `number`.
         return value.convert("RGB").point(lambda level: (_BRIGHTEST - level + 64 * (number - 1)) % (_BRIGHTEST + 1))
-    # Mirrored around `number` / 2: other values in the same shape and type, in about the same range.
+    # Mirror values around `number` / 2: they stay in about the same range, and keep their shape and type.
     return number - value if _is_floating(value) else value

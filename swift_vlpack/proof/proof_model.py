@@ -32,11 +32,11 @@ moves all its logits. Over a whole vocabulary, logits would be the largest tenso
 VISION_PARTS = ("visual", "vision", "audio", "image")
 """Words in the names of modules that are not part of the language model."""
 _LONGEST_PATTERN = 1024
-"""Number of tokens after which the weights in `pulled` repeat."""
+"""Number of tokens after which the random weights of `pulled` repeat."""
 
 
 class Slot(NamedTuple):
-    """Where the tokens of a sample lie in a batch."""
+    """The place of a sample's tokens in a batch: a row, a start and a length."""
 
     row: int
     start: int
@@ -90,7 +90,7 @@ class Collated:
     labels: torch.Tensor | None  # (batch_size, num_tokens)
     weights: torch.Tensor | None  # of the tokens in the loss; the same shape
     slots: Sequence[Slot] = ()
-    """Where the samples lie, if they lie otherwise than the host lays them: see `_slots`."""
+    """Places of the samples, if they are not where the host puts them (`_slots`)."""
 
     @classmethod
     def of(cls, made: Mapping[str, Any]) -> Collated:
@@ -100,14 +100,14 @@ class Collated:
 
 
 class Batches(Protocol):
-    """Makes the inputs of a forward from samples, packed or padded."""
+    """Make the inputs of a forward from samples, packed or padded."""
 
     def batch(self, samples: Sequence[Encoded], *, packed: bool) -> AbstractContextManager[Collated]:
         """Yield one packed sequence, or the host's own padded batch; run the forward inside of the context."""
 
 
 class TemplateBatches:
-    """Makes both kinds of input with ms-swift's template, as it collates in training."""
+    """Make both kinds of input with ms-swift's template, as it collates in training."""
 
     def __init__(self, template: Any, multiple: int = 1) -> None:
         """Take the template; packed sequences are padded to a multiple of `multiple` tokens, as in training."""
@@ -197,7 +197,8 @@ class ProofModel:
                 with self.forward_context():
                     device = next(self.model.parameters()).device
                     logits = self.model(**on_device(batch.inputs, device)).logits
-                # Before the gradient, so that the whole logits can be freed: the largest tensor of the forward.
+                # Keep only these columns before the gradient, so that the whole logits, the largest tensor, can be
+                # freed.
                 logits = logits if self.is_head_cut else some_columns(logits)
                 gradient = {}
                 if parameters:
@@ -260,7 +261,7 @@ def cut_head(model: Any) -> Iterator[None]:
 def rotary_positions(model: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the positions by which rotary embeddings of the language model turn queries and keys.
 
-    Read there and not from the inputs, because the model may compute them itself, as it does for un-packed batches.
+    The inputs do not always have these positions: for un-packed batches, the model computes them itself.
     """
     seen: list[torch.Tensor] = []
 
@@ -321,7 +322,7 @@ def pulled(logits: torch.Tensor, batch: Collated, places: torch.Tensor) -> torch
     counts = (batch.labels != NO_LABEL).to(logits.device, torch.float32)
     counts = counts if batch.weights is None else counts * batch.weights.to(logits.device)
     is_target = counts[:, 1:] != 0
-    # Random weights, because sums with equal weights would not notice tokens that are exchanged.
+    # Weights are random, because a sum with equal weights is the same if two tokens are exchanged.
     generator = torch.Generator().manual_seed(0)
     pattern = torch.randn(_LONGEST_PATTERN, logits.shape[-1], generator=generator).to(logits.device)
     places = places.to(logits.device)[:, :-1][is_target] % _LONGEST_PATTERN

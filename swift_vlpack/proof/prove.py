@@ -18,8 +18,8 @@ There are two proofs. The one before training takes short samples of every kind 
 (c) Compare whole sequences of the plan with their samples alone: they must be equal, too.
 
 The other proof takes the first batch, with the trainer's own loss, wrappers, random draws and checkpointing:
-first_batch -> in_training -> verdict. If the proof before training fails, `evidence` collects who moved whom, at which
-tokens and in which layer, and `causes` names the likeliest cause.
+first_batch -> in_training -> verdict. If the proof before training fails, `evidence` finds which sample moved which, at
+which tokens and in which layer, and `causes` names the likeliest cause.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def proof_of(
         if is_of_collective(error) or isinstance(error, torch.OutOfMemoryError):
             raise  # a failure of the run, not of isolation: it would fail without the proof, too
         raise IsolationError(
-            f"the isolation proof could not be run ({type(error).__name__}: {error}); mend that, or set "
+            f"the isolation proof could not be run ({type(error).__name__}: {error}); repair that, or set "
             "packing_verify=false to train without a proof"
         ) from error
 
@@ -152,7 +152,7 @@ def run_proof(
 
 
 def _agreed(proof_model: ProofModel, finding: Finding | None, results_of_all: OfAll) -> Finding | None:
-    """Return a finding into which all ranks can look. If parameters are sharded, each forward needs all ranks."""
+    """Return the same finding on all ranks if parameters are sharded, because naming its cause runs forwards."""
     if not is_sharded(proof_model.model):
         return finding
     said = results_of_all(lambda: None if finding is None else finding.said)

@@ -1,4 +1,4 @@
-"""The model without packing: its own attention, nothing drawn at random, and everything restored afterwards.
+"""Run the model without packing: with its own attention, without random draws, and restore everything afterwards.
 
 The reference of the proof is each sample alone, run by the model's own attention and collated by the host.
 """
@@ -23,8 +23,8 @@ from swift_vlpack.rows.families import text_config_of
 from swift_vlpack.rows.samples import Encoded
 
 OWN = "eager"
-"""The attention that defines the model. Others are faster and may drop what the model asks for: sdpa supports neither
-sinks nor soft caps."""
+"""The attention that defines the model. Other implementations are faster and may silently drop arguments: sdpa supports
+neither sinks nor soft caps."""
 QUICK = "sdpa"
 """Replaces `OWN` for samples that are too long for a matrix of L x L, if both are equal on a short sample."""
 _BYTES_OF_FORWARD, _BYTES_OF_BACKWARD = 2**31, 2**33
@@ -37,11 +37,12 @@ _FEW_WORDS = 200
 _SCALARS = (bool, int, float, str, type(None))
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 _CHOOSING = ("embedding", "__getitem__", "index_select")
-"""Operations that select parts of a tensor: the parts are widened, not the whole, which may be a vocabulary."""
+"""Operations that select parts of a tensor. They run on the 16-bit weight, and only their result is widened, because
+the whole weight may be the embeddings of a vocabulary."""
 
 
 class Reference:
-    """Tells which samples can be run alone: by the model's own attention, or by sdpa if it is equal on this model."""
+    """Decide which samples can be run alone: by the model's own attention, or by sdpa if it is equal on this model."""
 
     def __init__(self, proof_model: ProofModel, samples: Sequence[Encoded]) -> None:
         self.proof_model = proof_model
@@ -49,7 +50,7 @@ class Reference:
         self.short = words_of(min(samples, key=length_of), proof_model.is_ordinary)
 
     def is_for(self, samples: Sequence[Encoded]) -> bool:
-        """Return whether all these samples can be run alone as a reference."""
+        """Tell whether all these samples can be run alone as a reference."""
         return all(length_of(sample) <= self.limit for sample in samples) or self._has_equal
 
     def known(self, samples: Sequence[Encoded]) -> Sequence[Encoded]:
@@ -59,9 +60,9 @@ class Reference:
 
     @cached_property
     def _has_equal(self) -> bool:
-        """Return whether sdpa equals the model's own attention on a few words.
+        """Tell whether sdpa equals the model's own attention on a few words.
 
-        sdpa can run long samples, because it needs no matrix of L x L. But it drops what some models ask of attention.
+        sdpa can run long samples, because it needs no matrix of L x L. But it drops arguments that some models use.
         """
         logits = []
         for name in (OWN, QUICK):
@@ -71,7 +72,7 @@ class Reference:
 
 
 def words_of(sample: Encoded, is_ordinary: Callable[[int], bool], most: int = _FEW_WORDS) -> Encoded:
-    """Make a sample of a few words of another sample, at `most` so many tokens."""
+    """Make a sample from the words of another sample, with at most `most` tokens."""
     tokens = [token for token in sample["input_ids"] if is_ordinary(token)][:most]
     return {"input_ids": tokens, "labels": [NO_LABEL, *tokens[1:]], "length": len(tokens)}
 
@@ -112,7 +113,7 @@ def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
     settings = _settings(owners)
     try:
         model.train()
-        # By name, because models read their rates from many places: modules, their configs, functional calls.
+        # Rates are found by name, because models keep them in many places: modules, configs, arguments of functions.
         for owner in owners:
             rates = [name for name, value in vars(owner).items() if type(value) is float and _DRAWS.search(name)]
             for name in [*rates, *(["p"] if isinstance(owner, _DROPOUTS) else [])]:
@@ -128,7 +129,7 @@ def own_attention(model: Any, name: str = OWN) -> Iterator[None]:
     configs = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
     settings = _settings(configs)
     try:
-        # Not by transformers' own setter, which warns each time about parts that were not loaded, such as a talker.
+        # transformers' own setter is not used: it warns each time about parts that were not loaded, such as a talker.
         for config in configs:
             config._attn_implementation = name
         yield

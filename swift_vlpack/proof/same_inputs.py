@@ -1,8 +1,8 @@
 """Compare the inputs of a packed sequence with the inputs of its samples: boundaries, targets, positions, media.
 
-Both proofs ask the same. Before training, a sequence of the proof is compared with each sample as the host collates it
-alone. On the first batch, the trainer's own sequence is compared with its samples encoded again. Whole numbers must be
-equal, because nothing here rounds. Each function describes the first mistake in words, or returns None.
+Both proofs use these checks. Before training, a sequence of the proof is compared with each sample as the host collates
+it alone. On the first batch, the trainer's own sequence is compared with its samples encoded again. All values are
+whole numbers or copies, so they must be equal. Each function describes the first mistake in words, or returns None.
 
 >>> wrong_boundaries({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, Boundaries((3, 4, 2)))
 'the boundary before sample 3 of the sequence is lost (wrong cu_seq_lens_q)'
@@ -28,7 +28,7 @@ ENDS = "cu_seq_lens_q"
 _ENDS, _LONGEST = (ENDS, "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _OF_LOSS = ("labels", "loss_scale")
 NUMBERS_OF_SAMPLES = ("seq_idx", "segment_ids", "sequence_ids", "document_ids")
-"""Names by which collators hand on which sample each token belongs to."""
+"""Inputs in which collators give each token the number of its sample."""
 WHERE_SAMPLES_START = (*_ENDS, *_LONGEST, *NUMBERS_OF_SAMPLES, "position_ids", "cache_position")
 """Inputs that tell where the samples of a batch start; a sample alone needs none of them."""
 _OF_THE_BATCH = (*WHERE_SAMPLES_START, "attention_mask")
@@ -184,7 +184,7 @@ def wrong_positions(sample: Encoded, at: int, packed: RunResult, alone: RunResul
 
 
 def _why_of_text(inputs: Mapping[str, Any]) -> str:
-    """Say why a model with three axes of positions got the same position on all of them, as text has it."""
+    """Say why a model with three axes of positions may have got the same positions on all axes, which is for text."""
     given = inputs.get("position_ids")
     has = "they are positions of text, the same on all three axes"
     if isinstance(given, torch.Tensor) and given.dim() == 2:

@@ -23,13 +23,13 @@ def sharded_by(model: torch.nn.Module) -> str:
         return FSDP_2
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return ZERO_3
-    # A tensor that is spread over ranks has a mesh; other engines leave empty tensors in the place of parameters.
+    # Other engines: a tensor that is spread over ranks has a device mesh, or is replaced by an empty tensor.
     is_part = any(hasattr(parameter, "device_mesh") or not parameter.numel() for parameter in model.parameters())
     return UNKNOWN if is_part else ""
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Return whether each rank holds only a part of the parameters. All ranks must run equally many passes then."""
+    """Tell whether each rank holds only a part of the parameters. All ranks must run equally many passes then."""
     return bool(sharded_by(model))
 
 
@@ -56,7 +56,7 @@ def whole(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tenso
         unit.unshard()
         inner = set(unit.modules())
         for name, (module, own) in slots.items():
-            # Inner units are still in parts, which have a mesh.
+            # Skip the parameters of inner units: they are still sharded, so they have a mesh.
             if module in inner and name not in found and not hasattr(getattr(module, own), "device_mesh"):
                 found[name] = getattr(module, own)
         unit.reshard()
@@ -64,16 +64,16 @@ def whole(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tenso
 
 
 def let_go(model: torch.nn.Module) -> None:
-    """Part with parameters that are still gathered, so that `named_parameters` has those of the optimizer again.
+    """Release gathered parameters, so that `named_parameters` has those of the optimizer again.
 
-    FSDP2 keeps those of the last layers after a forward. It also reads `requires_grad` only when it gathers.
+    Needed because FSDP2 keeps the last layers gathered after a forward, and reads `requires_grad` only when it gathers.
     """
     for unit in _units(model):
         unit.reshard()
 
 
 def class_of(module: Any) -> type:
-    """Return the class of a module, without the one that FSDP2 puts in its place."""
+    """Return the class of a module; for a module of FSDP2, the class that FSDP2 has replaced."""
     return type(module).__mro__[2] if _is_unit(module) else type(module)
 
 
@@ -83,5 +83,5 @@ def _units(model: torch.nn.Module) -> list[Any]:
 
 
 def _is_unit(module: Any) -> bool:
-    # Not imported here: whoever shards a model has imported it, and for all others it would take a moment for nothing.
+    # Look up instead of importing: code that shards a model has imported FSDP, and other runs save the import.
     return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))

@@ -62,7 +62,7 @@ class Proof:
     num_more: int = 0
     """Number of samples that were compared in whole sequences."""
     others: str = "sequences of the plan"
-    """Where those samples are, in words."""
+    """Words for the log that say where those samples are."""
     num_branches: int = 0
     """Number of those samples, in the pack and in sequences, that share a prefix with others."""
     num_prefixes: int = 0
@@ -112,7 +112,7 @@ class Proof:
 
     @property
     def is_sharp(self) -> bool:
-        """Return whether the limits were narrow enough that a mistake would have exceeded them."""
+        """Tell whether the limits were narrow enough that a mistake would have exceeded them."""
         return self.in_float32 is not None or self.limits is None or self.limits.would_notice(self.largest_logit)
 
     def line(self, attention: str) -> str:
@@ -214,7 +214,7 @@ def _findings(measured: Measurements) -> Iterator[Finding]:
                 f"{said}{_or_rounding(measured)}",
                 sequence=compared.samples,
             )
-    # Media in the wrong order may hardly show in the logits: grids, in 16 bits.
+    # Inputs are compared before logits: in 16 bits, exchanged grids hardly show in the logits.
     if (name := next(filter(None, (compared.inputs for compared in measured.compared)), None)) is not None:
         yield Finding(
             f"{name} of a sequence is not that of its samples, one after the other",
@@ -265,7 +265,7 @@ def _cause_of_repeated(measured: Measurements) -> str:
 
 def _blindness(measured: Measurements, said: str) -> Iterator[Finding]:
     """Yield a failure if a sample's own logits ignore its tokens or media: such a model passes all other checks."""
-    # Twice what a neighbour may move: otherwise "the neighbours did not move" would say nothing.
+    # The sample itself must move twice as far as a neighbour may, or "no neighbour moved" would prove nothing.
     least = 2 * measured.limits.moved
     blind = [at for at, moved in enumerate(measured.own) if not moved > least]
     if blind:
@@ -288,7 +288,7 @@ def _blindness(measured: Measurements, said: str) -> Iterator[Finding]:
 
 
 def _gradients(measured: Measurements) -> Iterator[Finding]:
-    # float32 first: there a difference is no rounding, so the message can say more.
+    # float32 comes first: a difference there cannot be rounding, so the message can be definite.
     compared = [(measured.gradient, measured.limits, _or_rounding(measured))]
     if measured.in_float32 is not None:
         compared = [(measured.in_float32.gradient, measured.in_float32.limits, ", in float32 too"), *compared]
@@ -307,7 +307,7 @@ def _gradients(measured: Measurements) -> Iterator[Finding]:
 
 
 def line_in_training(measured: InTraining) -> str:
-    """Return the line for the log. It says "verified" only of what a limit would have noticed."""
+    """Return the line for the log. It says "verified" only if the limits would have noticed a mistake."""
     what = f"{counted(measured.num_samples, 'sample')} of {measured.num_tokens} tokens"
     if measured.num_prefixes:
         branches = counted(measured.num_branches, "branch", "branches")

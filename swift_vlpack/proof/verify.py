@@ -32,9 +32,9 @@ from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
 
 NUM_SAMPLES = 16
-"""Samples, or rows of documents, that are read. They are compared as they are given, a few short ones in detail."""
+"""Most samples, or rows of documents, that are read. All are compared in one batch, a few short samples in detail."""
 NUM_ROWS = 4
-"""Rows of documents that are compared whole."""
+"""Most rows of documents that are compared whole."""
 
 Sample = Mapping[str, Any]
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -42,7 +42,7 @@ Collator = Callable[[list[Any]], Mapping[str, Any]]
 _GIVEN = "_given"
 _STARTS = "document_starts"
 _SPECIAL = re.compile(r"token_(id|index)s?$")
-"""Names under which configs hold ids of tokens that are no words: of images, of turns, of padding."""
+"""Names of config fields with ids of tokens that are not words: tokens of images, turns and padding."""
 _MEDIA = re.compile(r"(image|video|audio)_token_(id|index)$")
 _TYPES, _OF_MEDIA = "mm_token_type_ids", (("image_token_id", 1), ("video_token_id", 2))
 
@@ -79,7 +79,7 @@ def verify(
 
 
 def _sequences(samples: Iterable[Sample]) -> list[list[tuple[Sample, str]]]:
-    """Return what is compared as one batch each: all samples; or the documents of each row, of rows of documents."""
+    """Return the batches to compare: one with all samples; or, for rows of documents, one for each row."""
     rows = list(islice(samples, NUM_SAMPLES))
     if any(row.get(_STARTS) is not None for row in rows):
         return [
@@ -90,7 +90,7 @@ def _sequences(samples: Iterable[Sample]) -> list[list[tuple[Sample, str]]]:
 
 
 def _few(samples: Sequence[Encoded]) -> list[Encoded]:
-    """Choose the shortest sample of each kind of media, and other short ones, in the order in which they were given."""
+    """Choose the shortest sample of each kind of media, and other short samples. Keeps the order that was given."""
     by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
     chosen = list(dict.fromkeys([*shortest_of_each_kind(samples), *by_length]))
     num_kinds = len(shortest_of_each_kind(samples))
@@ -102,7 +102,7 @@ def _few(samples: Sequence[Encoded]) -> list[Encoded]:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A sample as the caller gave it, and where its tokens lie in the batch of it alone."""
+    """A sample as the caller gave it, and the place of its tokens in a batch of this sample alone."""
 
     row: Sample
     tokens: list[int]
@@ -110,7 +110,7 @@ class Given:
 
 
 class CollatorBatches:
-    """Makes inputs by the caller's collator: of several samples together, or of one alone.
+    """Make inputs with the caller's collator, of several samples together or of one alone.
 
     Media are replaced in the samples, because the collator may exchange them. Tokens are replaced in the batch, because
     the collator may make them of text; no collator reads a meaning out of plain words.
@@ -135,7 +135,7 @@ class CollatorBatches:
 
     @contextmanager
     def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
-        """Yield the batch of all samples, or of one alone, without what only a pack needs."""
+        """Yield the batch of all samples; or of one sample alone, without boundaries and positions of a pack."""
         if packed:
             yield self._together(samples)
         elif len(samples) == 1:
@@ -158,12 +158,13 @@ class CollatorBatches:
         return _with_tokens(self._with_types(made), [slot], [sample])
 
     def _without_padding(self, made: Mapping[str, Any], slot: Slot) -> tuple[dict[str, Any], Slot]:
-        """Cut a batch of one sample to its own tokens. It needs no mask then: the model makes its own."""
+        """Cut a batch of one sample to the sample's tokens, so that it needs no mask."""
         tokens = made["input_ids"]
         made = {name: value for name, value in made.items() if name != "attention_mask"}
         is_own = torch.zeros_like(tokens)
         is_own[0, slot.tokens] = 1
-        # Some collators add a picture to a sample without one, behind its tokens, and the model wants its tokens, too.
+        # Some collators add a dummy picture after the tokens of a text. Its tokens must stay, because the model checks
+        # that pictures and their tokens match.
         if any(int(token) in self.media_tokens for token in tokens[is_own == 0].unique()):
             return {**made, "attention_mask": is_own}, slot
         width = tokens.shape[1]
@@ -174,7 +175,7 @@ class CollatorBatches:
         return cut, Slot(0, 0, slot.length)
 
     def _with_types(self, made: dict[str, Any]) -> dict[str, Any]:
-        """Add which tokens are images and videos, if the collator does not: models make positions by it."""
+        """Add the types of tokens (text, image, video) if the collator does not: models compute positions from them."""
         if _TYPES in made or not any(name.endswith("_grid_thw") for name in made):
             return made
         types = torch.zeros_like(made["input_ids"])
@@ -197,7 +198,7 @@ class CollatorBatches:
 
 
 def slots_of(samples: Sequence[Encoded], rows: torch.Tensor) -> list[Slot]:
-    """Find the tokens of each sample in the rows of a batch, in the order of the samples if they are there so.
+    """Find the tokens of each sample in the rows of a batch. Equal samples are found in the order in which they come.
 
     Raises `BoundaryError` if the tokens of a sample are not there in one piece.
     """
@@ -233,12 +234,12 @@ def _found(
 
 
 def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
-    """Find a sample in the batch of it alone. Tokens that the collator adds belong to it, padding does not."""
+    """Find a sample in a batch of this sample alone. Tokens that the collator added count, padding does not."""
     tokens, mask, own = made["input_ids"], made.get("attention_mask"), row.get("input_ids")
     if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
         kept = torch.nonzero(mask[0]).flatten()
         return Slot(0, int(kept[0]), int(kept[-1] - kept[0]) + 1) if len(kept) else Slot(0, 0, 0)
-    # Without a mask, padding is behind the last token that is the sample's own, or a target: nothing looks at it.
+    # Without a mask, everything after the sample's own last token and its last target is padding, which no token sees.
     targets = torch.nonzero(made["labels"][0] != NO_LABEL).flatten()
     behind_targets = int(targets[-1]) + 1 if len(targets) else 0
     if own is None:
@@ -249,7 +250,7 @@ def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
 
 
 def _without_tail(tokens: Sequence[int]) -> int:
-    """Return how many tokens there are without the run of equal tokens at the end."""
+    """Return the number of tokens if a run of equal tokens at the end counts as one, because the rest is padding."""
     return next((at + 2 for at in range(len(tokens) - 2, -1, -1) if tokens[at] != tokens[-1]), len(tokens))
 
 
@@ -268,7 +269,7 @@ def _as_given(sample: Encoded) -> Sample:
 
 
 def _tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn lists and arrays of a batch into tensors; plain numbers, texts and nothing stay."""
+    """Turn lists and arrays of a batch into tensors; other values stay."""
     return {
         name: torch.as_tensor(value) if isinstance(value, (list, np.ndarray)) else value
         for name, value in batch.items()

@@ -1,1 +1,4 @@
-"""Read one row of data: where it comes from, how it is encoded, what it holds, and why it cannot be used."""
+"""Read rows of data: name them, encode them, count what they hold, and say why one cannot be used.
+
+Begin with `source.py`.
+"""

@@ -38,12 +38,12 @@ from swift_vlpack.rows.sizes import RowSize
 NO_LABEL = -100
 """Label of a token that is not predicted; torch's cross entropy ignores it by default."""
 USUAL_PATCH = 14
-"""Side of a patch in pixels if the model's config does not say: that of CLIP, SigLIP and InternViT."""
+"""Side of a patch in pixels if the model's config does not say it: the patch of CLIP, SigLIP and InternViT."""
 
 PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "mm_token_type_ids", "image_token_types")
 """Fields of a sample with one entry a token."""
 _OF_VISION = (*GRIDS, *PIXELS, "image_sizes")
-"""Fields that are counted; a sample with none of them is a text."""
+"""Fields whose media are counted. A sample without any of them is a text."""
 _OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", "_extra_kwargs")
 _OF_HEADERS = ("header_kinds", "header_pixels")
 PER_MEDIUM = frozenset(
@@ -53,7 +53,7 @@ PER_MEDIUM = frozenset(
 OF_MEDIA = frozenset({*PER_MEDIUM, *_OF_VISION})
 """Fields of a sample that are about its media and not about its tokens."""
 _KNOWN = {*PER_TOKEN, *_OF_SAMPLE, *_OF_HEADERS, *PER_MEDIUM}
-"""All fields that cutting can handle; a sample with any other field stays whole."""
+"""All fields that cutting can handle. A sample with any other field stays whole."""
 _TOKENS_OF_TIME = 12
 """Most tokens that the time of a frame can have: "<1234.5 seconds>" has fewer in every tokenizer that was tried."""
 
@@ -72,7 +72,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(sample: Mapping[str, Any]) -> Contents:
-    """Return the counts that were stored when the row was encoded; without them, count the sample's tensors."""
+    """Return the counts that were stored when the row was encoded, or else count the sample's tensors."""
     stored: Contents | None = sample.get("contents")
     return stored if stored is not None else count_contents(sample)
 
@@ -86,7 +86,7 @@ def count_contents(
     images the tiles came from.
     """
     if not any(sample.get(name) is not None for name in _OF_VISION):
-        return Contents()  # a text; looking for its grids and pixels would take 10 us
+        return Contents()  # a text: return now, because to look for grids and pixels would take 10 us
     grids = [grid for name in GRIDS for grid in _leaves(sample.get(name))]
     if grids:
         patches = sum(int(grid.prod(-1).sum()) for grid in grids)
@@ -175,18 +175,18 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 class MediaSpan(NamedTuple):
-    """An image or video of a sample: its tokens, including its begin and end tokens, and its share of the pixels."""
+    """An image or video of a sample: its tokens, with its begin and end tokens, and its part of the pixel tensor."""
 
     tensors: MediaTensors
     start: int
     stop: int
     units: int
-    """How many patches or tiles of the pixel tensor belong to it."""
+    """Rows (patches or tiles) of the pixel tensor that belong to the image or video."""
     patches: int
 
     @property
     def is_image(self) -> bool:
-        """True for an image, False for a video."""
+        """Tell whether this is an image, not a video."""
         return self.tensors.kind == IMAGE
 
 
@@ -207,7 +207,7 @@ def media_spans(sample: Mapping[str, Any], tokens: MediaTokens) -> list[MediaSpa
     if found is None:
         return None
     wrapped = [_with_ends(medium, sample["input_ids"], tokens) for medium in sorted(found, key=lambda one: one.start)]
-    # Media may touch and must not overlap: then the numbers only added up by accident.
+    # Media may touch, but if they overlap, the numbers added up by accident only.
     return wrapped if all(one.stop <= other.start for one, other in pairwise(wrapped)) else None
 
 
@@ -255,9 +255,9 @@ def _by_tiles(sample: Mapping[str, Any], tensors: MediaTensors, token: int | Non
 
 
 def _spans(tokens: Sequence[int], token: int | None, nums: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Return the tokens from the first placeholder of each medium to its last.
+    """Return (start, stop) of each medium, from its first placeholder to its last.
 
-    `nums` are the placeholders of each medium. Returns None unless the sample has as many as these together.
+    `nums` has the number of placeholders of each medium. Returns None unless the sample has exactly that many in all.
     """
     at = [index for index, one in enumerate(tokens) if one == token]
     ends = list(accumulate(nums))
@@ -276,7 +276,7 @@ def _runs_of_token(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int
 
 
 def _with_ends(medium: MediaSpan, ids: Sequence[int], tokens: MediaTokens) -> MediaSpan:
-    """Extend a medium by the tokens that begin and end it, so that a cut never separates them from it."""
+    """Extend a medium by its begin and end tokens, so that a cut never separates them from it."""
     start, stop = _wrapped(medium.start, medium.stop, ids, tokens)
     if not medium.is_image and tokens.before_video is not None:
         # The first frame follows its time, "<1.5 seconds>", and all frames may be wrapped once more.

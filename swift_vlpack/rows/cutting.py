@@ -1,7 +1,7 @@
 """Cut an encoded row that is longer than a pack into parts, under `packing_overflow`, and make a sample of each part.
 
-A part is what its tokens would be if they were encoded alone, with its own images and no others. `plan/parts.py`
-decides where to cut, from the runs of text and media of a row; this module cuts the tensors.
+A part is a sample of its own: its tokens, with the images among them and no others. `plan/parts.py` decides where to
+cut, from the runs of text and media of a row; this module cuts the tensors.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ class CannotBeCut(DataError):
 
 
 class Divider(Protocol):
-    """Divides rows into parts, of which the cache of lengths remembers the sizes."""
+    """Divide rows into parts, whose sizes the cache of lengths saves."""
 
     def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
         """Tell which measured rows have parts in the cache."""
 
     def digest(self) -> str:
-        """Return 12 hexadecimal digits that decide which parts of a row are found."""
+        """Return 12 hexadecimal digits under which the parts of rows are saved and found."""
 
 
 @dataclass(frozen=True)
 class RowCutter:
-    """Cuts the rows of one template.
+    """Cut the rows of one template.
 
-    The lengths of whole rows do not depend on it, so it is not in their key in the cache; `digest` is in that of parts.
+    Lengths of whole rows do not depend on the cutter, so it is not part of their keys in the cache. Parts do, so they
+    are saved under its `digest`.
     """
 
     cutting: Cutting
@@ -73,13 +74,13 @@ class RowCutter:
 
     @property
     def lays_end_to_end(self) -> bool:
-        """True under the strategy `window`, where the place of a cut depends on the rows before it."""
+        """Tell whether the strategy is `window`, under which the place of a cut depends on the rows before."""
         return self.cutting.how == WINDOW
 
     def parts(self, row: Encoded, taken: Taken = NOTHING) -> list[Part]:
         """Return the parts of a row; none if it stays whole.
 
-        Under `window`, `taken` is what the first pack of the row holds already.
+        Under `window`, `taken` says what the open pack, in which the row begins, holds already.
         """
         num_tokens = len(row["input_ids"])
         if self.lays_end_to_end:
@@ -91,7 +92,7 @@ class RowCutter:
         return parts_of(runs_of(num_tokens, media_spans(row, self.tokens)), self.cutting, num_tokens)
 
     def _runs(self, row: Encoded, whole: Run) -> list[Run] | None:
-        """Split a row into runs of text and media. A row without counted media is one run."""
+        """Split a row into runs of text and media. A row without counted media is a single run."""
         return runs_of(whole.length, media_spans(row, self.tokens)) if whole.images or whole.patches else [whole]
 
     def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
@@ -111,21 +112,21 @@ class RowCutter:
             raise SampleError(sample_id, Reason.CANNOT_BE_CUT.value, str(error)) from error
 
     def planned(self, row: Encoded, span: Span) -> Encoded:
-        """Make the sample of a planned part. Raises `SampleError` if the row would not be cut as planned any more."""
+        """Make the sample of a planned part. Raises `SampleError` if the row has changed and is now cut elsewhere."""
         if self.lays_end_to_end:
             return self._planned_in_window(row, span)
         parts = self.parts(row)
         now = parts[span.number] if span.number < len(parts) else None
         if now is None or now.reason is not None or now.span != span:
             sample_id = row["sample_id"]._replace(part=span.number)
-            said = f"planned were tokens {span.start} to {span.stop}, and its row of {len(row['input_ids'])} tokens "
-            raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, f"{said}is cut otherwise now")
+            said = f"planned as tokens {span.start} to {span.stop}, but its row of {len(row['input_ids'])} tokens "
+            raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, f"{said}is now cut elsewhere")
         return self.cut(row, span)
 
     def _planned_in_window(self, row: Encoded, span: Span) -> Encoded:
         sample_id, num_tokens = row["sample_id"]._replace(part=span.number), len(row["input_ids"])
         if num_tokens != span.row_length:
-            said = f"its row has {num_tokens} tokens, planned were {span.row_length}"
+            said = f"its row has {num_tokens} tokens, but was planned with {span.row_length}"
             raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, said)
         return self.cut(row, span)
 
@@ -137,10 +138,10 @@ class RowCutter:
 def in_parts(
     row: Encoded | SampleError, cutter: RowCutter | None, taken: Taken = NOTHING
 ) -> Iterator[tuple[Span | None, Encoded | SampleError | LeftOut]]:
-    """Yield the samples of an encoded row: the row itself with None, or each of its parts with its span.
+    """Yield (span, sample) for each part of an encoded row, or (None, row) if the row stays whole.
 
-    `row` may be the error of a row that cannot be encoded, which is yielded as it is. A part that cutting leaves out is
-    yielded as a `LeftOut`.
+    `row` may be the error of a row that cannot be encoded, which is yielded unchanged. In place of a part that cutting
+    leaves out, a `LeftOut` is yielded.
     """
     parts = [] if cutter is None or isinstance(row, SampleError) else cutter.parts(row, taken)
     if cutter is None or isinstance(row, SampleError) or not parts:
@@ -168,8 +169,8 @@ def left_out_part(row: SampleId, part: Part) -> LeftOut:
 def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[Part, ...]:
     """Return the parts of a row with their sizes, for the plan; none if the row stays whole.
 
-    Under `window`, where a row is cut is not known before the plan is made. So the plan gets the runs of text and media
-    of a row with media, and nothing for a row of text, which may be cut anywhere.
+    Under `window`, the plan decides where a row is cut. So it gets the runs of text and media for a row with media, and
+    nothing for a row of text, which may be cut anywhere.
     """
     if cutter is None:
         return ()
@@ -178,7 +179,7 @@ def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[Part, ...]:
 
 
 def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:
-    """Return the runs of text and media of a row, as parts; one run if it is not known which tokens are media."""
+    """Return the runs of text and media of a row, as parts; a single one if it is unknown which tokens are media."""
     held, num_tokens = contents_of(row), len(row["input_ids"])
     if not held.images and not held.patches:
         return []
@@ -193,7 +194,7 @@ def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:
 
 
 def _supervised(row: Encoded, part: Part) -> int:
-    """Count the tokens of a part that are predicted: neither repeated tokens nor the first, which nothing precedes."""
+    """Count the trained tokens of a part: not repeated tokens, and not the first token, which nothing precedes."""
     labels = row.get("labels")
     predicted = [] if labels is None else list(labels)[part.start + max(1, part.num_repeated) : part.stop]
     return len(predicted) - predicted.count(NO_LABEL)
@@ -228,12 +229,12 @@ def _tokens(value: Any, span: Span, name: str, num_tokens: int) -> Any:
     if len(value) != num_tokens:
         raise CannotBeCut(f"{len(value)} {name} for {num_tokens} tokens")
     cut = value[span.start : span.stop]
-    # A view would keep, and send to other processes, the memory of the whole row.
+    # Copy, because a view would keep the memory of the whole row, and send all of it to other processes.
     return cut.clone() if isinstance(cut, torch.Tensor) else cut
 
 
 def _media_tensors(sample: Encoded, tensors: MediaTensors, span: Span, media: Sequence[MediaSpan]) -> dict[str, Any]:
-    """Cut the grids and pixels of the media inside a span. `media` are all media that these tensors hold."""
+    """Cut the grids and pixels of the media inside a span. `media` are all media of these tensors, in order."""
     inside = [number for number, medium in enumerate(media) if _is_inside(medium, span)]
     if not inside:
         return {}
@@ -277,6 +278,6 @@ def _mask(part: Encoded, span: Span) -> None:
 
 def _contents(part: Encoded, span: Span, media: Sequence[MediaSpan]) -> Contents:
     inside = [medium for medium in media if _is_inside(medium, span)]
-    part.pop("contents", None)  # that of the row
+    part.pop("contents", None)  # drop the counts of the row, otherwise `count_contents` would be skipped
     images, patches = sum(medium.is_image for medium in inside), sum(medium.patches for medium in inside)
     return Contents(images, patches, count_contents(part).aspect if inside else 0.0)

@@ -9,8 +9,8 @@
 >>> str(sample["sample_id"]), sample["length"], sample["labels"]  # the first token of a sample is no target
 ('captions:17', 3, [-100, 97, 116])
 
-The template belongs to ms-swift, so nothing of ours is stored on it. Everything that reads rows gets a `RowEncoder`,
-which holds what the options add: the labels to mask, and the cutter of rows that are longer than a pack (`cutting.py`).
+The template belongs to ms-swift, so nothing of ours is stored on it. All code that reads rows gets a `RowEncoder`. It
+holds what the options add to the template: the labels to mask, and the cutter of long rows (`cutting.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Template(Protocol):
 
 @dataclass(frozen=True)
 class Targets:
-    """Which labels to mask in a sample, in addition to those that the template masks. Shapes do not change."""
+    """Mask labels of a sample, in addition to those that the template masks. Shapes do not change."""
 
     mask_boundary_loss: bool = True
     """Mask the first token of a sample: in a sequence, it would be predicted from the sample before it."""
@@ -88,9 +88,9 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class RowEncoder:
-    """Encodes rows with one template, for the length pass, training and evaluation.
+    """Encode rows with one template, for the length pass, training and evaluation.
 
-    `RowEncoder(template)` encodes as the template does; `RowEncoder.of` adds what the options of a run say.
+    `RowEncoder(template)` encodes as the template does; `RowEncoder.of` also applies the options of a run.
     """
 
     template: Any
@@ -103,25 +103,25 @@ class RowEncoder:
     def of(cls, template: Any, config: PackingConfig) -> RowEncoder:
         """Make the encoder of a run. The template stays as it is.
 
-        If rows are cut, the encoder has a copy of the template without `max_length`, because ms-swift would raise at
-        longer rows or truncate them, and cutting needs all tokens. Evaluation uses the original template.
+        If rows are cut, the encoder has a copy of the template without `max_length`. With it, ms-swift would refuse or
+        truncate longer rows, but cutting needs all their tokens. Evaluation uses the original template.
         """
         targets, cutter = Targets.of(template, config), RowCutter.of(template, config)
-        # Under `left` and `right` ms-swift truncates first, as the user asked; allowed with packing_overflow=drop only.
+        # Under `left` and `right` the user wants ms-swift to truncate first. Only packing_overflow=drop allows that.
         if cutter is not None and getattr(template, "truncation_strategy", None) not in ("left", "right"):
             template = copy.copy(template)
             template.max_length = None
         return cls(template, targets, cutter)
 
     def using(self, template: Any) -> RowEncoder:
-        """Return the same encoder with another template: one that reads headers instead of pixels, for example."""
+        """Return the same encoder with another template, such as one that reads headers instead of pixels."""
         return replace(self, template=template)
 
     def for_source(self, source: RowSource) -> RowEncoder:
         """Return the encoder for a source's rows: with the source's own pixel limit, if it has one."""
         if source.max_pixels is None:
             return self
-        # A shallow copy, which shares the processor.
+        # A shallow copy is enough: it shares the processor, and only its pixel limit is another.
         template = copy.copy(self.template)
         template.max_pixels = source.max_pixels
         return self.using(template)
@@ -186,14 +186,14 @@ class RowEncoder:
         return count_contents(sample, row, patch_size=self._patch_size)
 
     def _encoded(self, row: Row) -> Any:
-        # Texts are many, and name no file to check.
+        # Rows of text are many, and name no file to check.
         if next(media(row), None) is None:
             return self._masked(self.template.encode(row, return_length=True))
         check_openable(row)
         return self.encode(row, return_length=True)
 
     def _watched(self, row: Row) -> Any:
-        # Rows without media read no file, and there are many of them, so they are spared the thread.
+        # Rows without media are many and read no file, so they need no thread.
         if next(media(row), None) is None:
             return self._encoded(row)
         try:

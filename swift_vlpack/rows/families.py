@@ -1,7 +1,7 @@
 """Facts about model families, in one place: which tensors and tokens are media, and what packing them needs.
 
-Most facts are read from the template, processor and config of a model (the functions at the end). What these do not say
-is listed in `MEDIA`: the tensors in which templates bring images and videos, and which of their rows are which image.
+Most facts are read from the template, processor and config of a model (the functions at the end). `MEDIA` lists what
+these do not say: the tensors in which templates pass images and videos, and which of their rows belong to which image.
 
 >>> [one.families for one in MEDIA if one.divides is Divides.BY_TILES]
 ['InternVL (HF)']
@@ -28,9 +28,9 @@ IMAGE, VIDEO = "image", "video"
 
 
 class Divides(Enum):
-    """How to tell which rows of a pixel tensor belong to which image. A row of data is cut only where this is known.
+    """Name the rule by which the rows of a pixel tensor belong to images. A row of data is cut only if it is known.
 
-    `contents.media_spans` applies it, today for cutting. Packing branches that share an image would need it as well.
+    `contents.media_spans` applies the rule for cutting. Packing branches that share an image would need it as well.
     """
 
     BY_PATCHES = "a row is a patch: an image has as many as its grid says, and merged patches become its tokens"
@@ -42,7 +42,7 @@ class MediaTensors:
     """The tensors in which the templates of some families bring one kind of media."""
 
     families: str = field(repr=False)
-    """The families, for people to read. Code looks at tensor names only, so a new family with known tensors works."""
+    """Names of the families, for people. Code looks at tensor names only, so a new family with known tensors works."""
     kind: str = IMAGE
     pixels: str
     grid: str | None = None
@@ -55,7 +55,7 @@ class MediaTensors:
     beside: str | None = None
     """A list with one entry per medium, which is cut together with the pixels."""
     templates: tuple[str, ...] = ()
-    """The templates for which `divides` is true, where other families use the same names in another way."""
+    """Templates for which `divides` holds, if other families use the same tensor names in another way."""
 
 
 MEDIA = (
@@ -103,7 +103,7 @@ MEDIA = (
     MediaTensors(families="DeepSeek-VL2", pixels="output"),
 )
 
-# Read off the table.
+# Views of the table.
 GRIDS = tuple(one.grid for one in MEDIA if one.grid is not None)
 IMAGE_GRIDS = tuple(one.grid for one in MEDIA if one.grid is not None and one.is_line_per_medium and one.kind == IMAGE)
 VIDEO_GRIDS = tuple(one.grid for one in MEDIA if one.grid is not None and one.is_line_per_medium and one.kind == VIDEO)
@@ -144,10 +144,10 @@ GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """The tokens that a template writes for images and videos, and how many patches become one token."""
+    """Tokens that a template writes for images and videos, and the number of patches that become one token."""
 
     placeholders: Mapping[str, int] = field(default_factory=dict)
-    """By kind of medium, the token that the model replaces by an output of its vision tower."""
+    """For each kind of medium, the token that the model replaces by an output of its vision tower."""
     starts: tuple[int, ...] = ()
     """Tokens that may begin a medium."""
     ends: tuple[int, ...] = ()
@@ -155,7 +155,7 @@ class MediaTokens:
     merged: int = 1
     """Patches that become one token."""
     tiles: MediaTensors | None = None
-    """The tensors of a family with tiles that are known to divide into images; None for other families."""
+    """The tensors of a family whose tiles are known to divide into images; None for other families."""
     before_video: int | None = None
     """The first token of a frame's time, which is written before the frame; None if the template writes no times."""
 
@@ -247,12 +247,14 @@ def let_through(template: Any, *, any_family: bool, way_in: str) -> None:
         return
     name = template.template_meta.template_type
     if template.support_padding_free is not None and template.model_meta.is_multimodal:
-        raise ConfigError(f"ms-swift does not pack the template {name!r} and says that it cannot be; leave packing out")
+        raise ConfigError(
+            f"ms-swift does not pack the template {name!r} and declares that it cannot be packed; leave packing out"
+        )
     if not any_family:
         raise ConfigError(
             f"ms-swift does not pack the template {name!r}; leave packing out, or let the proof decide: {way_in}"
         )
-    # ms-swift's own field, by which its arguments and collator decide; there is no other way to let a family through.
+    # Set ms-swift's own field, which its arguments and collator read: there is no other way to let a family through.
     template.support_padding_free = True
     logger.warning("ms-swift does not pack the template %r; the proof says whether its packs are right", name)
 

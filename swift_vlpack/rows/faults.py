@@ -1,4 +1,4 @@
-"""Find out why a row cannot be used: the word that is counted, a sentence for people, and the files at fault.
+"""Find out why a row cannot be used: the reason that is counted, a sentence for people, and the files at fault.
 
 >>> row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["/nowhere/a.jpg"]}
 >>> fault_of(ValueError("cannot identify image"), row)[:2]
@@ -58,11 +58,11 @@ class Fault(NamedTuple):
     """Why a row cannot be used."""
 
     reason: str
-    """The word that is counted, one of `reasons.py`."""
+    """A reason of `reasons.py`, which is counted."""
     error: str
-    """The failure in words, and what to do if that is known."""
+    """The failure in words, and the way out if it is known."""
     files: tuple[str, ...] = ()
-    """Full paths of the files at fault; all files of the row if it is not known which one it was."""
+    """Full paths of the files at fault; all files of the row if it is unknown which one failed."""
 
 
 class ReadTimeout(OSError):
@@ -70,7 +70,7 @@ class ReadTimeout(OSError):
 
 
 class NotAFile(OSError):
-    """A row names a FIFO, socket or device. Opening it would wait for ever."""
+    """A row names a FIFO, socket or device. Opening it would wait forever."""
 
 
 def check_openable(row: Mapping[str, Any]) -> None:
@@ -85,16 +85,16 @@ def check_openable(row: Mapping[str, Any]) -> None:
 def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     """Find out why a row failed, from the error and from the row's files.
 
-    The files are checked before the error is believed. A missing file leads to many different errors: for one path in
-    four, whose length base64 text can have, ms-swift decodes the path itself.
+    The files are checked before the error is believed, because a missing file leads to many different errors. For
+    example, one path in four has a length that base64 text can have, and ms-swift decodes such a path itself.
     """
     said = _said(error)
-    # By the name of the error's class, so that no library has to be imported to know its errors.
+    # Look up the name of the error's class, so that no library has to be imported for its error classes.
     known = _BY_ERROR.get(type(error).__name__)
     # A row that is too long needs no check of its files.
     if known == Reason.OVER_MAX_LENGTH:
         return Fault(known, said)
-    # Return before files are checked, because checking would wait for the same disk.
+    # Return before the files are checked: that would wait for the same disk again.
     if known == Reason.FILE_TIMEOUT:
         return timeout_of(str(error), row)
     if not row.get("messages"):
@@ -115,7 +115,7 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
 
 
 def timeout_of(said: str, row: Mapping[str, Any]) -> Fault:
-    """Return the fault of a row whose reads were given up. Does not touch the files, which might wait again."""
+    """Return the fault of a row whose reads were abandoned. Does not touch its files, because that might wait again."""
     values = [medium.value for medium in media(row) if isinstance(medium.value, str)]
     files = [expected_file(value) for value in values if is_name(value)]
     return _with_files(Reason.FILE_TIMEOUT, said, tuple(dict.fromkeys(files)))
@@ -137,9 +137,9 @@ def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
 
 
 def _fault_of_files(found: Iterable[Medium]) -> Fault | None:
-    """Find files that are missing, folders, not regular files, or empty; None if there are none.
+    """Check whether files are missing, folders, not regular files, or empty. Returns None if all are fine.
 
-    Returns the fault of the first such file, with all files that have the same fault.
+    Otherwise returns the fault of the first such file, with all files that have the same fault.
     """
     faults = [(medium, fault) for medium in found if (fault := _fault_of_file(medium)) is not None]
     if not faults:
@@ -172,7 +172,7 @@ def _root() -> str:
 
 
 def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) -> Fault:
-    """Return the fault of an image that cannot be read, if there is one; otherwise that of the error itself."""
+    """Return the fault of an image that cannot be read, or, if there is none, a fault made of the error."""
     reason, files, said = known or Reason.ENCODE_FAILED, _paths(found), _said(error)
     if known is None and "aspect ratio" in str(error):
         reason = Reason.ASPECT_RATIO
@@ -224,7 +224,7 @@ def _named(error: Exception, medium: Medium) -> str:
     """Return the error in words, with the image's path in place of the buffer that Pillow names."""
     paths = _paths([medium])
     name = paths[0] if paths else f"the content of {medium.place}"
-    # The address of the buffer is of no use to a reader, and would make equal messages differ.
+    # Replace the address of the buffer: it says nothing to a reader, and would make equal messages differ.
     said = _IN_MEMORY.sub(name, _said(error))
     return said if name in said else f"{said} ({name})"
 

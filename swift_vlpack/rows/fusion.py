@@ -42,10 +42,9 @@ logger = logging.getLogger(__name__)
 class FusionCaptionDataset(Dataset[Encoded]):
     """The rows of several sources; `dataset[i]` encodes the i-th row of an epoch (`RowEncoder.sample`).
 
-    The rows of an epoch follow from its number (`mix`); with `ratio_by="tokens"` they follow from the lengths too, so
-    only a plan can choose them. `set_epoch` is for direct use of this data set; the packing data sets pass the epoch
-    themselves. With `strict`, a row that cannot be encoded ends the run; otherwise it raises `SampleError`, which the
-    packing data sets turn into a counted reason.
+    The number of an epoch decides its rows (`mix`). With `ratio_by="tokens"`, lengths decide too, so only a plan can
+    choose them. `set_epoch` is for direct use of this data set; feeds pass the epoch themselves. With `strict`, a row
+    that cannot be encoded ends the run; otherwise it raises `SampleError`, which feeds turn into a counted reason.
     """
 
     def __init__(  # noqa: PLR0913 - what it reads, then how it is drawn and encoded
@@ -61,7 +60,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     ) -> None:
         """`pixel_free` makes of a template one that encodes rows without pixels; without it, images are decoded."""
         if not sources:
-            raise DataError("no source of data; give at least one")
+            raise DataError("there is no source of data; give at least one")
         self.sources = tuple(sources)
         self.template = template
         self.strict = strict
@@ -72,7 +71,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self._schedule: Schedule | None = None  # made when `dataset[i]` is first used, which packing never does
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the schedule, because spawned workers can make it again."""
+        """Leave out the schedule, which a spawned worker makes again if it needs one."""
         return {**self.__dict__, "_schedule": None}
 
     def __repr__(self) -> str:
@@ -108,7 +107,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def encode(self, address: Address, row: Row | None = None) -> Encoded:
         """Encode the row at an address or, if the address has a span, that part of the row.
 
-        `row` is that row, if the caller has read it already.
+        Pass `row` if it was read already.
         """
         source, encoder = self.sources[address.source], self.encoders[address.source]
         sample_id = source.sample_id(address.row_index)
@@ -138,7 +137,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         try:
             return cutter.planned(row, address.span)
         except SampleError:
-            # The row is cut otherwise than planned: save its parts of now for the plan of the next run.
+            # The row is not cut as planned: save its present parts for the plan of the next run.
             self._remember(address, row)
             raise
 
@@ -162,7 +161,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return None
 
     def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
-        """Find rows in a share of an epoch by their ids. Returns their numbers there, for `samples(held=...)`."""
+        """Return the numbers of rows in a share of an epoch, by their ids, for `samples(held=...)`."""
         schedule, missing, numbers = self.mix.schedule(epoch), set(sample_ids), set()
         for number, position in enumerate(range(share.number, len(schedule), share.num_shares)):
             if not missing:
@@ -175,15 +174,15 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
-        """Yield the samples of a share of an epoch: its rows with the numbers `held`, then all from the `start`-th on.
+        """Yield the samples of a share of an epoch: first its rows with the numbers `held`, then all from `start` on.
 
         A row that cannot be encoded is yielded as its error.
         """
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
-        # Held rows first: the interrupted run read them before row `start`, so a resumed reader needs them first.
+        # Held rows come first, because the interrupted run read them before row `start`.
         for position in chain(map(share.row, sorted(held)), positions):
-            # By position and not by row: a row that comes twice in an epoch draws twice.
+            # Seed by position and not by row: a row that comes twice in an epoch draws twice.
             with RandomStream(self.mix.seed, epoch, position):
                 sample = self.sample_or_error(Address(*schedule[position]))
             yield sample
@@ -191,10 +190,10 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
         """Save the true size of a row for the plan of the next run, if this run planned with another size."""
         size = size_of(sample)
-        # A part always has the planned size, because `RowCutter.planned` refuses any other.
+        # A part always has the planned size: `RowCutter.planned` refuses any other.
         if address.span is not None or size == planned:
             return
-        logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
+        logger.warning("%s: %d tokens, but %d were planned", sample["sample_id"], size.length, planned.length)
         self._remember(address, sample)
 
     def _remember(self, address: Address, sample: Encoded) -> None:
@@ -225,7 +224,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults, cut)
 
     def encode_for(self, config: PackingConfig) -> None:
-        """From now on, encode rows for a run with these options: mask labels, and cut rows."""
+        """Encode rows for a run with these options from now on: mask labels, and cut rows."""
         self._take_encoder(RowEncoder.of(self.template, config))
 
     def _take_encoder(self, encoder: RowEncoder) -> None:
@@ -243,7 +242,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return encoder.using(self._pixel_free(encoder.template))
 
     def with_sources(self, sources: Sequence[RowSource]) -> FusionCaptionDataset:
-        """Return a copy with other facts (such as sizes) about the same sources; the encoders stay."""
+        """Return a copy with the same sources and encoders, but new facts about the sources, such as sizes."""
         other = copy.copy(self)
         other.sources = tuple(sources)
         return other
@@ -275,5 +274,5 @@ def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool, ratio_by: 
 
 def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:
     drawn = permutation(len(source.rows), source.seed if source.seed is not None else seed, source.name, "limit")
-    # In the order of the file, so that an epoch without shuffling keeps it.
+    # Sort, so that an epoch without shuffling keeps the order of the file.
     return np.sort(drawn[: source.num_used])

@@ -24,7 +24,7 @@ from swift_vlpack.yaml_files import read_yaml
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """One entry of the file."""
+    """A source as the file describes it."""
 
     dataset: str
     name: str
@@ -51,7 +51,7 @@ KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(SourceSpec).item
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusionConfig:
-    """The whole file."""
+    """The sources of a `fusion_config` file, and what their ratios count."""
 
     sources: tuple[SourceSpec, ...]
     ratio_by: str = "rows"
@@ -65,7 +65,9 @@ def read_fusion_config(path: str) -> FusionConfig:
         or not isinstance(content.get("sources"), list)
         or not set(content) <= {"sources", "ratio_by"}
     ):
-        raise ConfigError(f"fusion_config {path}: expected the key sources, a list, and at most ratio_by beside it")
+        raise ConfigError(
+            f"fusion_config {path}: expected the key sources, which is a list, and no other key but ratio_by"
+        )
     ratio_by = content.get("ratio_by", "rows")
     if ratio_by not in RATIOS_BY:
         raise ConfigError(f"fusion_config {path}: ratio_by must be one of {', '.join(RATIOS_BY)}, got {ratio_by!r}")
@@ -116,7 +118,7 @@ def _name_of(dataset: str) -> str:
 
 
 def _named_apart(specs: list[SourceSpec], where: str) -> tuple[SourceSpec, ...]:
-    """Refuse two sources with the same name, because reports and seeds tell sources apart by name."""
+    """Raise `ConfigError` if two sources have the same name: reports and seeds tell sources apart by name."""
     names = [spec.name for spec in specs]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{where}: two sources are named {duplicates[0]!r}; give each a name")

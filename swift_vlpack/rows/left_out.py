@@ -1,4 +1,4 @@
-"""Write `left_out.jsonl`, the list of every row that is trained in no pack; one JSON object a line.
+"""Write `left_out.jsonl`, which lists every row that is trained in no pack, one JSON object a line.
 
     {"id": "captions:17", "where": "/data/captions.jsonl:18", "reason": "file_missing",
      "error": "no such file: /data/a.jpg", "files": ["/data/a.jpg"], "epoch": 0, "when": "2026-01-31T12:00:00+00:00"}
@@ -33,7 +33,7 @@ def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
 
 
 class LeftOutRows:
-    """Appends to the list of a run. Ranks share the file; a row is listed once for each epoch and reason."""
+    """Append to the list of a run, a file that all ranks share. A row is listed once for each epoch and reason."""
 
     def __init__(self, path: Path, sources: Iterable[RowSource] = ()) -> None:
         self.path = path
@@ -42,11 +42,11 @@ class LeftOutRows:
         self._is_writable = True
 
     def add(self, epoch: int | None, left_out: Iterable[LeftOut]) -> None:
-        """List rows of an epoch. Rows that the file has already, as after a resume into its folder, are skipped."""
+        """List rows of an epoch. Skip rows that the file has already, as after a resume in the same folder."""
         lines = []
         for one in left_out:
             key = (str(one.sample_id), epoch, one.reason)
-            # Read the file only now, because most runs leave out nothing and the list of another run may be long.
+            # Read the file no earlier than now: most runs leave out nothing, and the list may be long.
             listed = self._listed_before() if self._listed is None else self._listed
             if key not in listed:
                 listed.add(key)

@@ -1,4 +1,4 @@
-"""Find the images, videos and sounds that a row names, and their files, where ms-swift looks for them."""
+"""Find the images, videos and sounds that a row names, and their files in the places where ms-swift looks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-_TAG = re.compile(r"<img>(.+?)</img>")  # ms-swift takes a path from it
+_TAG = re.compile(r"<img>(.+?)</img>")  # ms-swift takes the text inside for a path
 _SCHEME = "file://"
 _LONGEST_PATH = 2000  # as in ms-swift
 _CONTENT = re.compile(r"(?!/(?!9j/))[A-Za-z0-9+/\s]{40,}={0,2}")
@@ -22,7 +22,7 @@ _COLUMNS_OF_SEQUENCES = tuple(f"{prefix}_{column}" for prefix in _SEQUENCES for 
 
 
 class Medium(NamedTuple):
-    """One image, video or sound of a row."""
+    """An image, video or sound that a row names."""
 
     place: str
     """Place in the row: `images[0]`, `messages[2].content[0]`."""
@@ -66,17 +66,17 @@ def _media(place: str, kind: str, value: Any) -> Iterator[Medium]:
 
 
 def content_of(entry: Any) -> Any:
-    """Return the part of an entry that ms-swift reads: of a mapping the bytes, path or URL, the first that is set."""
+    """Return the part of an entry that ms-swift reads: in a mapping, the first of bytes, path and URL that is set."""
     if not isinstance(entry, Mapping):
         return entry
     return next((entry[name] for name in ("bytes", "path", "url") if entry.get(name)), entry)
 
 
 def has_surplus_tags(row: Mapping[str, Any]) -> bool:
-    """Return whether the texts of a row have more tags than the row has media.
+    """Tell whether the texts of a row have more tags than the row has media.
 
-    ms-swift replaces the first tags by media and trains the remaining tags as plain words. Without any media of a kind
-    only `<image>` counts.
+    ms-swift replaces the first tags by media and trains the remaining tags as plain words. If a row has no media of a
+    kind, only `<image>` counts.
     """
     texts = []
     messages = row.get("messages")
@@ -92,7 +92,7 @@ def has_surplus_tags(row: Mapping[str, Any]) -> bool:
             continue
         listed = row.get(column)
         num_media = len(listed) if isinstance(listed, (list, tuple)) else int(bool(listed))
-        # `<video>` and `<audio>` without media are common in texts about web pages.
+        # Do not count `<video>` and `<audio>` in a row without such media: they are common in texts about web pages.
         if num_tags > num_media and (num_media or kind == "image"):
             return True
     return False
@@ -108,7 +108,7 @@ def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _messages_of_sequences(row: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the conversations of a row beside its `messages`: one that is rejected, several candidates."""
+    """Yield the conversations of a row other than `messages`: a rejected one, or several candidates."""
     for prefix in _SEQUENCES:
         found = row.get(f"{prefix}_messages") or ()
         is_several = isinstance(found, (list, tuple)) and found and isinstance(found[0], (list, tuple))
@@ -126,13 +126,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def is_name(value: Any) -> bool:
-    """Return whether a value is written like the name of a file: neither a URL nor base64 content."""
+    """Tell whether a value is written like the name of a file: it is neither a URL nor base64 content."""
     is_short = isinstance(value, str) and len(value) <= _LONGEST_PATH and not value.startswith(("http", "data:"))
     return is_short and not _CONTENT.fullmatch(value)
 
 
 def looks_like_path(value: Any) -> bool:
-    """Return whether a value names a file: it is written like a file's name, or a file of that name exists."""
+    """Tell whether a value names a file: it is written like a file's name, or a file of that name exists."""
     return is_name(value) or (isinstance(value, str) and real_file(value) is not None)
 
 

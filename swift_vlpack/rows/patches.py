@@ -1,9 +1,9 @@
-"""Patch torch and video readers for the time of a `with` block, where they have no public way for it.
+"""Patch torch and video readers inside a `with` block, for two needs that they have no public interface for.
 
-Two things are replaced: the variable from which torch tells code that it runs in a dataloader worker (`no_worker`), and
-the readers of videos, so that a length pass decodes no frames (`without_frames`). Each place is checked before it is
-replaced: if a version of the package moved it, the user is told, and nothing is patched blindly. The parts of ms-swift
-that packing depends on are in `host/seam.py`.
+`no_worker` replaces the variable by which torch tells code that it runs in a dataloader worker. `without_frames`
+replaces the readers of videos, so that a length pass decodes no frames. Each place is checked before it is replaced: if
+a version of the package moved it, the user is told, and nothing is patched blindly. `host/seam.py` has the parts of
+ms-swift that packing depends on.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Place(NamedTuple):
 
 
 WORKER = Place("torch.utils.data._utils.worker", "_worker_info")
-"""Where torch stores which dataloader worker a process is. `get_worker_info` reads it, and nothing public writes it.
-Streams that split themselves among workers (`datasets`, webdataset) read it."""
+"""The variable in which torch stores the dataloader worker of a process. `get_worker_info` returns it, and no public
+function sets it. Streams that split themselves among workers (`datasets`, webdataset) read it."""
 VIDEO_READERS = {
     "decord": Place("decord", "VideoReader", ("get_batch", "__getitem__")),
     "torchcodec": Place("torchcodec.decoders", "VideoDecoder", ("get_frames_at",)),
@@ -62,9 +62,9 @@ def replaced(place: Place, value: Any) -> Iterator[None]:
 
 
 def found(place: Place) -> Any:
-    """Return the module of a place; None if it cannot be imported, as when a library it needs (FFmpeg) is missing.
+    """Return the module of a place; None if it cannot be imported, for example because FFmpeg is missing.
 
-    Raises `SeamMoved` if the value at the place lacks an attribute that it needs.
+    Raises `SeamMoved` if the value at the place lacks an attribute in `place.needs`.
     """
     try:
         module = importlib.import_module(place.module)
@@ -79,7 +79,7 @@ def found(place: Place) -> Any:
 @cache
 def check_worker() -> None:
     """Raise `SeamMoved` unless torch reads its worker from the place that `no_worker` patches."""
-    # A unique object, because the place may hold a worker or None already.
+    # Use a unique object, because the place may already hold a worker or None.
     mark: Any = object()
     try:
         with replaced(WORKER, mark):
@@ -103,14 +103,14 @@ def no_worker() -> Iterator[None]:
 
 # -- videos without frames --------------------------------------------------------------------------------------------
 #
-# The container of a video says how many frames there are and how large they are. qwen_vl_utils runs its own code, with
-# a reader that opens the file and returns frames on torch's `meta` device, where sampling, resizing and cutting into
-# patches compute shapes and nothing else.
+# The container of a video says how many frames there are, and how large they are. So the reader opens the file, but
+# returns frames on torch's `meta` device, which have a shape and no content. The code of qwen_vl_utils runs unchanged:
+# on that device, sampling, resizing and cutting into patches compute shapes only.
 
 
 @contextmanager
 def without_frames() -> Iterator[None]:
-    """Let video readers decode nothing until the block ends; decord decodes one frame, to know its size."""
+    """Let video readers decode nothing until the block ends, except that decord decodes a frame to know its size."""
     with ExitStack() as stack:
         for place, reader in _readers():
             stack.enter_context(replaced(place, reader))
@@ -123,7 +123,7 @@ def without_frames() -> Iterator[None]:
 def _readers() -> tuple[tuple[Place, type], ...]:
     """Return the installed readers with their replacements.
 
-    A reader that changed in a new version is not replaced: lengths take longer then, and are as right.
+    A reader that changed in a new version is not replaced. Then measuring takes longer, but the lengths are as right.
     """
     made = (("decord", _without_frames_by_decord), ("torchcodec", _without_frames_by_torchcodec))
     readers = []
@@ -132,7 +132,7 @@ def _readers() -> tuple[tuple[Place, type], ...]:
         try:
             module = found(place)
         except SeamMoved as error:
-            logger.warning("videos are decoded to learn their lengths, which takes longer: %s", error)
+            logger.warning("videos are decoded to measure their lengths, which takes longer: %s", error)
             continue
         if module is not None:
             readers.append((place, without(getattr(module, place.name))))
@@ -163,5 +163,5 @@ class _Batch:
         self.data = frames
 
     def asnumpy(self) -> torch.Tensor:
-        """Return the tensor itself, because numpy has no arrays without memory; `torch.tensor` takes it as well."""
+        """Return the tensor itself: numpy has no arrays without memory, and `torch.tensor` accepts it as well."""
         return self.data

@@ -8,9 +8,9 @@ share that beginning, whatever follows it:
 >>> heads.head(ask("how many?")) == heads.head(ask("which colour?"))
 True
 
-Rows without media share the end of the system turn. How many tokens a beginning has, only an encoded row tells
-(`prefix_of`, `lengths/prefixes.py`). A row that shares with none although another row has its medium is counted with
-its cause (`Alone`), and each cause has a way out.
+Rows without media can share their system turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`,
+`lengths/prefixes.py`). If a row shares with no other row although another row has its medium, it is counted with its
+cause (`Alone`), and each cause says what a user can do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANSWERS = ("assistant", "tool_call")
 _OBJECT_TAGS = ("<bbox>", "<ref-object>")
 _NUM_VALUES_REMEMBERED = 100_000
 _OF_FILE = {"bytes", "path", "url"}
-"""Of an entry that is a mapping, the keys that name its content; the first that is set counts."""
+"""Keys of a media entry that name its content; the first key with a value counts."""
 _OPEN, _CLOSE = "[", "]"
 _NUM_SHORT = 256  # a text that is longer is not worth remembering as a name
 
@@ -55,22 +55,22 @@ class Head(NamedTuple):
     """The beginning of a row, through its last medium."""
 
     digest: bytes = b""
-    """A digest of all that decides the tokens there, except for the media; empty if the row can share with none."""
+    """A digest of everything but the media that decides these tokens; empty if the row cannot share."""
     media: tuple[str, ...] = ()
     """The names of the media, in order; empty for a row without."""
     cause: Alone = Alone.NOTHING_SHARED
-    """Why the row can share with none, if that is known already."""
+    """Why the row cannot share, if that is known already."""
 
 
 class _Unusual(Exception):
-    """A row of a form that is not taken apart here; it shares with none."""
+    """Raised for a row of a form that this module does not know; such a row shares with no other row."""
 
 
 class HeadReader:
     """Reads the heads of rows, 15 us each, and keeps the states of the files that they name."""
 
     def __init__(self, max_pixels: int | None = None, system: str | None = None) -> None:
-        """`max_pixels` and `system` are those of the source, which rows of another source may not have."""
+        """Take the settings of one source that change its tokens: `max_pixels` and `system`."""
         self.files: dict[str, FileState] = {}
         """States of the files that were named, by the path in their name."""
         self._max_pixels = max_pixels
@@ -83,7 +83,7 @@ class HeadReader:
         return files
 
     def head(self, row: Mapping[str, Any]) -> Head:
-        """Return the head of a row, whose system prompt may still be missing."""
+        """Return the head of a row. If the row has no system prompt, the source's counts."""
         try:
             return self._head(row)
         except (_Unusual, AttributeError, KeyError, TypeError):  # the template will say what is wrong with it
@@ -126,7 +126,9 @@ class HeadReader:
         )
         before = [(one["role"], text, one.get("loss")) for one, text in zip(messages[:last], texts, strict=False)]
         text, message = texts[last], messages[last]
-        # If no text follows the medium, the first trained token may follow it, so these rows have keys of their own.
+        # If no text follows the medium, the next token may be a target. Then the prefix is shorter, so these rows get
+        # keys
+        # of their own.
         of_last = (message["role"], text[:end], bool(text[end:].strip()), message.get("loss"))
         objects = _given(row.get("objects"))
         if objects and any(tag in one for tag in _OBJECT_TAGS for one in (*texts[:last], text[:end])):
@@ -134,8 +136,8 @@ class HeadReader:
         return Head(_digest((settings, bool(objects), before, of_last)), self._media(listed))
 
     def _of_text(self, texts: list[str], num_before: int, messages: Sequence[Any], settings: tuple[Any, ...]) -> Head:
-        """Return the head of a row without media: all that decides its system turn."""
-        # ms-swift takes an image from `<img>` if its file exists.
+        """Return the head of a row without media: everything that decides its system turn."""
+        # ms-swift reads `<img>path</img>` in a text as an image if the file exists.
         if any("<img>" in text for text in texts) or not num_before or messages[0]["role"] != "user":
             return Head()
         return Head(_digest(settings))
@@ -215,7 +217,7 @@ def _digest(content: Any) -> bytes:
 
 
 def medium_of(name: str) -> str | None:
-    """Return the medium that a name of `Head.media` stands for; None for the ends of a list of frames."""
+    """Return the medium that a name in `Head.media` stands for; None for the marks around a list of frames."""
     return None if name.startswith((_OPEN, _CLOSE)) else name
 
 
@@ -228,18 +230,18 @@ def path_of(name: str) -> str | None:
 
 
 class Prefix(NamedTuple):
-    """How many tokens a row can share."""
+    """The beginning of a row that other rows can share."""
 
     length: int
-    """0 if the row shares with none."""
+    """Number of tokens; 0 if the row cannot share."""
     cause: Alone = Alone.NOTHING_SHARED
 
 
 def prefix_of(sample: Encoded, tokens: MediaTokens) -> Prefix:
-    """Count the tokens of a sample through the closing token of its last medium.
+    """Count the tokens of a sample up to and including the closing token of its last medium.
 
-    The prefix is shorter if a target follows soon: no token of it is a target, the token after it is none either, and
-    the sample has at least one token after it. It always has all tokens that stand for media.
+    The prefix is shorter if a target follows soon: neither its tokens nor the token after it may be targets, and the
+    sample must have at least one token after it. The prefix always has all tokens that stand for media.
     """
     spans = media_spans(sample, tokens)
     if spans is None:
@@ -260,8 +262,9 @@ def _first_target(labels: Any, num_tokens: int) -> int:
 
 
 _PROBES = ("a", "Zu\n", "\n\nb", " 1", "\u3002", "<")
-"""User turns with which a system turn is encoded. They begin in different ways, because a text may share a token with
-what the template writes before it: a line break, most often."""
+"""User turns with which a system turn is encoded, to see where the user's text begins. They begin with different
+characters, because the tokenizer may merge the start of a text with the template's text before it, most often a line
+break."""
 
 
 def rows_of_probes(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -277,7 +280,7 @@ def rows_of_probes(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def prefix_of_system(probes: Sequence[Encoded]) -> Prefix:
     """Count the tokens that all conversations under one system prompt begin with.
 
-    They end with the system turn, or a few tokens later, where the template begins the user's turn.
+    These tokens end with the system turn, or a few tokens later, where the template begins the user's turn.
     """
     shortest = min(len(one["input_ids"]) for one in probes)
     first = [int(one) for one in probes[0]["input_ids"]]

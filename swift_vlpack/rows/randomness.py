@@ -1,8 +1,9 @@
-"""Draw random numbers that depend only on a name: that of a pack, of a row, or of a stream that is read.
+"""Draw random numbers that depend only on a name, such as that of a row.
 
-Templates and processors may draw from the random states of the process (augmentation, random prompts). So encoding in
-the training process would change the dropout of the model, and after a resume workers would draw other numbers.
-Inside a `RandomStream` they draw the same numbers each time, and the states of the process stay as they were.
+Templates and processors may draw from the random states of the process (augmentation, random prompts). Without
+protection, encoding in the training process would change the dropout of the model, and after a resume workers would
+draw other numbers. Inside a `RandomStream` they draw the same numbers each time, and the states of the process do not
+change.
 
 >>> def drawn():
 ...     with RandomStream(7, "row", 3):
@@ -25,7 +26,7 @@ States = tuple[Any, Any, torch.Tensor]
 
 
 class RandomStream:
-    """A context with its own random states of Python, numpy and torch (CPU). Entered again, it continues them."""
+    """A context with its own random states of Python, numpy and torch (CPU). Entering it again continues them."""
 
     def __init__(self, *name: object) -> None:
         self._seed = int(sort_keys(1, *name)[0])
@@ -45,12 +46,12 @@ class RandomStream:
 
     @property
     def has_drawn(self) -> bool:
-        """True if any random number was drawn inside, once the stream was left."""
+        """Tell whether any random number was drawn inside. Ask after the stream was left."""
         if self._states is None:
             return False
         with RandomStream() as fresh:
             _begin(self._seed)
-        # Compare the states, because nothing else tells that code has drawn.
+        # Compare with the states of a fresh stream: nothing else tells that code has drawn.
         assert fresh._states is not None
         python, (_, keys, at, *_), of_torch = self._states
         first_python, (_, first_keys, first_at, *_), first_of_torch = fresh._states
@@ -60,9 +61,9 @@ class RandomStream:
 
 def _begin(seed: int) -> None:
     random.seed(seed)
-    # numpy takes a seed of 32 bits; the key has 64.
+    # numpy takes a seed of 32 bits, but the key has 64.
     np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed would reach GPUs, too
+    torch.default_generator.manual_seed(seed % 2**63)  # `torch.manual_seed` would also seed the GPUs
 
 
 def own_generator() -> torch.Generator:

@@ -1,4 +1,4 @@
-"""Name, address and record samples: the small objects that data, dataloader workers and trainer hand to each other.
+"""Name, address and record samples: the small objects that data, dataloader workers and the trainer exchange.
 
 >>> part = SampleId("captions", 17, part=2)
 >>> str(part), part.is_further_part
@@ -33,7 +33,7 @@ class SampleId(NamedTuple):
 
     @property
     def is_further_part(self) -> bool:
-        """True for every part but the first: counts of rows count a cut row once, by its part 0."""
+        """Tell whether this is a part other than part 0, by which counts of rows count a cut row."""
         return bool(self.part)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class LeftOut(NamedTuple):
 
     sample_id: SampleId
     reason: str
-    """The word that is counted, one of `reasons.py`."""
+    """A reason of `reasons.py`, which is counted."""
     detail: str = ""
     """The error in words."""
     files: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class LeftOut(NamedTuple):
 
 
 class SampleError(VLPackError):
-    """A row cannot be encoded. Has the name of the row, and the reason that is counted."""
+    """A row cannot be encoded. The error has the name of the row, and the reason that is counted."""
 
     def __init__(
         self, sample_id: SampleId, reason: str, detail: str, is_lasting: bool = True, files: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class SampleError(VLPackError):
         return SampleError(sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # On its way out of a worker pickle would call the class with the text of the error alone.
+        # Needed to leave a worker process: by default, pickle calls the class with the text of the error alone.
         return type(self), (self.sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
 
@@ -119,7 +119,7 @@ class TooManyFailures(VLPackError):
 
 @dataclass(frozen=True, slots=True)
 class PackRecord:
-    """Record of one pack: its samples and what was left out. It travels beside the tensors from worker to trainer."""
+    """Record of one pack: its samples, and what was left out. Workers send it to the trainer along with the tensors."""
 
     epoch: int
     number: int
@@ -130,7 +130,7 @@ class PackRecord:
     single_long: bool = False
     left_out: tuple[LeftOut, ...] = field(default=())
     progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
-    """How far its worker has read after this pack, as JSON, for a resume; empty for planned packs, which need none."""
+    """How far the worker of the pack has read after it, as JSON, for a resume; empty for planned packs."""
     sequence_multiple: int = 1
     """The sequence is padded to a multiple of this many tokens."""
     num_padding: int = 0
@@ -144,12 +144,12 @@ class PackRecord:
 
     @property
     def boundaries(self) -> Boundaries:
-        """Where samples start in the sequence, and prefixes with their branches."""
+        """Return the places where samples start in the sequence, and prefixes with their branches."""
         return Boundaries.of_samples(self.lengths, self.shared)
 
     @property
     def lengths_in_sequence(self) -> tuple[int, ...]:
-        """Lengths of the segments and of the padding after them, which make up the sequence."""
+        """Return the lengths of the segments, and of the padding after them if there is any."""
         lengths = self.boundaries.lengths if self.shared else self.lengths
         return (*lengths, self.num_padding) if self.num_padding else lengths
 
@@ -171,7 +171,7 @@ class PackRecord:
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
 
     def count_in(self, counts: Counts) -> None:
-        """Add a trained pack to the counts, unless it has no samples and only fills up a step."""
+        """Add a trained pack to the counts. A pack without samples, which only completes a step, is not counted."""
         if self.sample_ids:
             counts.packed(
                 [(key.source, length) for key, length in zip(self.sample_ids, self.own_lengths, strict=True)],

@@ -1,7 +1,7 @@
-"""Measure rows of one sequence or several: a pair of answers, an anchor with its candidates, a question with documents.
+"""Measure rows that become several sequences: a pair of answers, an anchor with candidates, a question with documents.
 
-ms-swift's `lengths` of a row has one number for each sequence. The cache of lengths holds one size a row, the sum; the
-sequences are its parts, as the pieces of a cut row are:
+ms-swift's `lengths` of a row has a number for each sequence. The cache of lengths has one size for a row, the sum. The
+sequences are stored as parts of the row, like the parts of a cut row:
 
 >>> class Pairs:  # stands for ms-swift's template in the mode rlhf
 ...     mode, task_type = "rlhf", "causal_lm"
@@ -42,9 +42,9 @@ _PREFIXES = ("chosen_", "rejected_", "anchor_", "positive_", "negative_")
 
 @dataclass(frozen=True)
 class SequencesOfRows:
-    """Tells the cache of lengths which rows have parts: all rows of a template that makes several sequences of a row.
+    """Tell the cache of lengths which rows have parts: all rows of a template that makes several sequences of a row.
 
-    Another template makes one, but for a few that add numbers of their own to `lengths`; their rows are not cached.
+    Other templates make one sequence. A few of these add numbers of their own to `lengths`; such rows are not cached.
     """
 
     are_several: bool
@@ -54,7 +54,7 @@ class SequencesOfRows:
         return np.full(np.shape(lengths), self.are_several)
 
     def digest(self) -> str:
-        """Return a digest that is no cutter's."""
+        """Return a digest that no cutter has."""
         return hashlib.blake2b(b"sequences", digest_size=6).hexdigest()
 
 
@@ -64,11 +64,11 @@ class SequencesEncoder(RowEncoder):
 
     @property
     def divider(self) -> SequencesOfRows:
-        """Return what knows which rows have parts."""
+        """Return the object that knows which rows have parts."""
         return SequencesOfRows(self.template.mode in OF_SEVERAL or self.template.task_type in _TASKS)
 
     def part_sizes(self, row: Encoded) -> tuple[Part, ...]:
-        """Return the sequences of a row as parts; none if `lengths` is no more than its length."""
+        """Return the sequences of a row as parts; none if the row is a single sequence."""
         lengths = row["lengths"]
         if not self.divider.are_several and len(lengths) == 1:
             return ()
@@ -76,7 +76,7 @@ class SequencesEncoder(RowEncoder):
         return tuple(Part(number, start, stop) for number, (start, stop) in enumerate(pairwise(ends)))
 
     def sample(self, row: Row, sample_id: SampleId, *, strict: bool = False, is_watched: bool = False) -> Encoded:
-        """Encode a row and add what is measured."""
+        """Encode a row, add what is measured, and drop its labels."""
         sample = super().sample(row, sample_id, strict=strict, is_watched=is_watched)
         if self.template.task_type != "causal_lm":
             sample.pop("labels", None)
@@ -89,7 +89,7 @@ class SequencesEncoder(RowEncoder):
         found = [count_contents(one, row, patch_size=self._patch_size) for one in _sequences(sample)]
         if not found:
             return super()._contents(sample, row)
-        # Sequences of a row share its images: count each image once, as the row names it.
+        # The sequences of a row share its images, so count the images of the row and not of its sequences.
         has_vision = any(one != Contents() for one in found)
         return Contents(
             images=num_images_of(row) if has_vision else 0,
@@ -99,7 +99,7 @@ class SequencesEncoder(RowEncoder):
 
 
 def _sequences(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the vision tensors of each sequence that has a prefix of its own."""
+    """Yield the vision tensors of each sequence, which ms-swift names with a prefix (`chosen_`)."""
     for prefix in _PREFIXES:
         if f"{prefix}input_ids" in sample:
             yield {name: sample.get(prefix + name) for name in (*GRIDS, *PIXELS)}
@@ -124,7 +124,7 @@ def lengths_of_sequences(sizes: LengthIndex) -> list[list[int]]:
 
 
 def rounded_up(lengths: Sequence[int], multiple: int, most: int | None) -> list[int]:
-    """Round the lengths of a row up as padding to a multiple makes them, but none above `most`.
+    """Round lengths up to a multiple, as padding does. A length that would exceed `most` becomes `most`.
 
     >>> rounded_up([5, 8, 62], 8, 63), rounded_up([5], 1, None)
     ([8, 8, 63], [5])

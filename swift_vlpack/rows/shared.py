@@ -1,4 +1,4 @@
-"""Which rows share a prefix, as the length pass found it, and why others share none; numbers only.
+"""Hold which rows share a prefix, as the length pass found out, and why other rows do not. Numbers only, no rows.
 
 >>> SharedPrefixes(np.array([7, 0, 7], np.uint64), np.array([30, 0, 30], np.int32)).rows_per_prefix.tolist()
 [2]
@@ -17,7 +17,10 @@ from swift_vlpack.plan.units import NO_KEY, Prefixes
 
 
 class Alone(IntEnum):
-    """Why a row shares with none, although another row has the same medium. The numbers are saved in caches."""
+    """Causes why a row shares with no other row although another row has its medium.
+
+    Caches have these numbers, so do not renumber them.
+    """
 
     NOTHING_SHARED = 0
     OTHER_TOKENS = 1
@@ -79,7 +82,7 @@ _CAUSES = {
 
 
 class AloneCount(NamedTuple):
-    """Rows of a source that share with none for one cause."""
+    """The number of rows of a source that cannot share for one cause, with an example."""
 
     cause: Alone
     num_rows: int
@@ -92,23 +95,23 @@ class SharedPrefixes:
     """The prefixes of a source's rows. Rows with equal keys, in one source or in several, share their prefix."""
 
     key: NDArray[np.uint64]  # (num_rows,)
-    """`NO_KEY` for a row that shares with none."""
+    """`NO_KEY` for a row that shares with no other row."""
     length: NDArray[np.int32]  # (num_rows,)
-    """Tokens of the prefix; 0 for a row that shares with none."""
+    """Tokens of the prefix; 0 for a row that shares with no other row."""
     alone: tuple[AloneCount, ...] = ()
-    """Rows that share with none although another row has the same medium, by cause."""
+    """Rows that share with no other row although another row has the same medium, by cause."""
 
     def __len__(self) -> int:
         return len(self.key)
 
     @classmethod
     def none(cls, num_rows: int) -> SharedPrefixes:
-        """Make those of rows that share nothing."""
+        """Make the value for rows that share nothing."""
         return cls(np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int32))
 
     @property
     def of_rows(self) -> Prefixes:
-        """Return what a plan needs to know of them."""
+        """Return the part that a plan needs: keys and lengths."""
         return Prefixes(self.key, self.length)
 
     @property

@@ -1,4 +1,4 @@
-"""Sizes of rows: what a plan needs to know of every row before any is trained on.
+"""Define the size of a row, which is all that a plan needs to know about it, and the sizes of a source.
 
 >>> index = LengthIndex.of([RowSize(30, images=1, patches=64, supervised=9), RowSize(0)], {1: "file_missing"})
 >>> index.lengths.tolist(), index.fault(1).reason
@@ -29,7 +29,7 @@ class RowSize(NamedTuple):
     patches: int = 0
     """Vision patches of images and videos."""
     supervised: int = 0
-    """Tokens that are predicted; the loss is a mean over these."""
+    """Tokens that are predicted. The loss is a mean over these."""
 
 
 NUM_COLUMNS = len(RowSize._fields)
@@ -43,7 +43,7 @@ class LengthIndex:
     failures: Mapping[int, str]
     """The reason for every row of length 0, by index."""
     faults: Mapping[int, Fault] = field(default_factory=dict)
-    """The details for these rows, as far as they are known."""
+    """Error and files of these rows, if they are known."""
     without_headers: str | None = None
     """Why every row was encoded in full; None if image headers were trusted."""
     num_remembered: int = 0
@@ -53,7 +53,7 @@ class LengthIndex:
     cut: CutRows | None = None
     """The parts of rows that are longer than a pack; None if rows are not cut."""
     is_from_header: NDArray[np.bool_] | None = None
-    """Marks rows of which no pixel was decoded, now or at an earlier start; None if that is not known."""
+    """Mask of rows whose pixels were never decoded, now or at an earlier start; None if that is not known."""
     aspects: NDArray[np.float32] | None = None
     """Longer side over shorter, of the most extreme image or video of each row; None if that is not known."""
 
@@ -65,12 +65,12 @@ class LengthIndex:
         faults: Mapping[int, Fault] | None = None,
         cut: CutRows | None = None,
     ) -> LengthIndex:
-        """Make an index from one size a row."""
+        """Make an index from the size of each row."""
         rows = np.array(list(sizes), dtype=np.int64).reshape(-1, NUM_COLUMNS)
         return cls(rows.T.copy(), failures or {}, faults or {}, cut=cut)
 
     def fault(self, index: int) -> Fault:
-        """Return why a row has no size."""
+        """Return why the row at `index` has no size."""
         return self.faults.get(index) or Fault(
             self.failures.get(index, Reason.ENCODE_FAILED), "found at an earlier start"
         )

@@ -1,20 +1,20 @@
-"""Rows of data: which source they come from, how they are named, and where a person finds them.
+"""Hold the rows of a data set, name them, and say in which line of a file a person finds them.
 
-A *row* is a line of data, as ms-swift's loader gives it: messages, images, videos. A `RowSource` holds the rows of one
-data set. A row keeps the number it has in its file, also where the loader deleted others before it:
+A *row* is a line of data, as ms-swift's loader returns it: messages, images, videos. A `RowSource` holds the rows of
+one data set. A row keeps its number in the file, even if the loader deleted rows before it:
 
 >>> source = RowSource(name="captions", rows=[{"messages": []}, {"messages": []}], row_numbers=[0, 7], origin="my/set")
 >>> str(source.sample_id(1)), source.where(1)
 ('captions:7', 'my/set row 8')
 
-What happens to a row next, in this order:
+A row then goes through these modules, in this order:
 
 - `fusion.py` mixes sources into epochs; `streams.py` reads sources that have no length.
 - `encoder.py` encodes a row with ms-swift's template. The result is a *sample*: tokens, labels, pixels.
 - `families.py` says what the tensors and tokens of each model family mean; with it, `contents.py` counts the images of
   a sample and finds their tokens.
 - `cutting.py` cuts a row that is longer than a pack into parts, each of which is a sample.
-- `faults.py` says why a row cannot be used, by a word of `reasons.py`; `left_out.py` lists every such row.
+- `faults.py` says why a row cannot be used, with a reason of `reasons.py`; `left_out.py` lists every such row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 _NUM_ROWS_OF_READ = 128
 _NUM_FILES_REMEMBERED = 64  # files whose line numbers are kept in memory
-_COLUMN_OF_ORIGIN = "dataset"  # ms-swift writes the name of a row's file into it
+_COLUMN_OF_ORIGIN = "dataset"  # the column in which ms-swift writes the file of a row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,11 +55,11 @@ class RowSource:
     name: str
     rows: Sequence[Row]
     ratio: float = 1.0
-    """Share of the rows that an epoch has; above 1, rows repeat. Under `ratio_by: tokens` a weight (`plan/mix.py`)."""
+    """Share of the rows that an epoch has; above 1, rows repeat. Under `ratio_by: tokens`, a weight (`plan/mix.py`)."""
     sample_limit: int | None = None
     """Use at most this many rows, the same ones in every epoch."""
     system: str | None = None
-    """System prompt for the rows that bring none."""
+    """System prompt for rows that have none."""
     max_pixels: int | None = None
     """Pixel limit of this source's images, in place of the template's."""
     seed: int | None = None
@@ -71,7 +71,7 @@ class RowSource:
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
     remember_size: Callable[[Row, RowSize, float, Sequence[Part]], None] | None = None
-    """Save the true size, aspect and parts of a row for the next run; None if no cache of lengths is in use."""
+    """Function that saves the true size, aspect and parts of a row for the next run; None without a length cache."""
     num_lost: int | None = 0
     """How many rows of the file the loader deleted; None if that is not known."""
     lost_rows: Sequence[int] = ()
@@ -86,7 +86,7 @@ class RowSource:
     prefixes: SharedPrefixes | None = None
     """The beginnings that rows share; None unless `packing_share=media`."""
     places: NDArray[np.int64] | None = None
-    """The place of each row among the rows of all sources, in the order in which an un-packed run would have them."""
+    """Place of each row among the rows of all sources, in the order of an un-packed run (packing_batch=samples)."""
 
     def __post_init__(self) -> None:
         if self.sample_limit is not None and self.sample_limit < 1:
@@ -102,7 +102,7 @@ class RowSource:
 
     @property
     def num_used(self) -> int:
-        """Number of rows that epochs draw from."""
+        """Return the number of rows from which epochs draw."""
         return len(self.rows) if self.sample_limit is None else min(self.sample_limit, len(self.rows))
 
     def row(self, index: int) -> Row:
@@ -110,7 +110,7 @@ class RowSource:
         return with_system(self.rows[index], self.system)
 
     def sample_id(self, index: int) -> SampleId:
-        """Return the name of a row. Rows that the loader deleted before it do not change it."""
+        """Return the id of a row, which is the same whichever rows the loader deleted."""
         return SampleId(self.name, self.row_number(index), not self.is_numbered)
 
     def row_number(self, index: int) -> int:
@@ -124,7 +124,7 @@ class RowSource:
 
 def with_system(row: Row, system: str | None) -> Row:
     """Return a copy of a row that begins with this system prompt, unless the row has its own."""
-    # Always a copy, because ms-swift may hand out a row that it shares or caches.
+    # Always copy, because ms-swift may return a row that it shares or caches.
     row = dict(row)
     messages = row.get("messages")
     if system is None or not isinstance(messages, (list, tuple)) or not messages:
@@ -138,7 +138,7 @@ def rows_at(rows: Any, indices: list[int]) -> list[Row]:
     """Read rows by index."""
     if not hasattr(rows, "column_names"):
         return [rows[index] for index in indices]
-    # One read of many rows from `datasets`, which returns them as columns, is much quicker than a read for each row.
+    # Read all rows of a `datasets` table at once, as columns: a read for each row is much slower.
     columns = rows[indices]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -161,12 +161,12 @@ def row_bytes(row: Mapping[str, Any], *, as_encoded: bool = False) -> bytes:
     """Return bytes that are equal for equal rows; bytes in a row (images) are replaced by their digests.
 
     Without `as_encoded`, for checkpoints: rows with the same data are equal. The order of keys does not count, the
-    column in which ms-swift names the file is ignored, and an object counts by its class alone.
+    column in which ms-swift names the file is ignored, and of an object only its class counts.
 
     With `as_encoded`, for the cache of lengths: rows that a template cannot tell apart are equal. The order of keys
-    inside a column counts, because a template writes a tool's schema in that order. The order of the columns does not,
-    nor does a column without a value, which a loader adds because another row has it. Raises `TypeError` for an
-    object, because its content is not known.
+    inside a column counts, because a template writes a tool's schema in that order. The order of columns does not
+    count, nor does a column without a value, which a loader adds because another row has it. Raises `TypeError` for an
+    object, whose content is not known.
 
     >>> row_bytes({"b": 1, "a": b"", "dataset": "x.jsonl"})
     b'{"a": "e3b0c44298fc1c14", "b": 1}'
@@ -181,7 +181,7 @@ def row_bytes(row: Mapping[str, Any], *, as_encoded: bool = False) -> bytes:
 
 
 def _digest_of_bytes(value: Any) -> str:
-    # A faster digest than that of checkpoints: a length pass digests every row, a checkpoint 10,000 at most.
+    # Use a faster digest than for checkpoints: a length pass digests every row, a checkpoint 10,000 at most.
     if isinstance(value, (bytes, bytearray, memoryview)):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     raise TypeError(f"{type(value).__name__} has no content")
@@ -214,7 +214,7 @@ def _line(path: Path, row: int) -> int | None:
         return None
     if suffix == ".txt":  # a blank line is a row too
         return row + 1
-    # Passed only as a key of the caches below, so that a file that is edited during a run is read again.
+    # The time is part of the key of the caches below, so that a file that is edited during a run is read again.
     changed = path.stat().st_mtime_ns
     if suffix == ".jsonl":
         return _after_blanks(_blank_lines(path, changed), row + 1)
@@ -232,7 +232,7 @@ def _after_blanks(blanks: array[int], line: int) -> int:
     4
     """
     found, num_blanks = line, 0
-    # Each blank line moves it down by one, and the new place may lie after further blank lines.
+    # Each blank line before the line moves it down by one, and the new place may lie after further blank lines.
     while (now := bisect_right(blanks, found)) != num_blanks:
         found, num_blanks = line + now, now
     return found
@@ -247,7 +247,7 @@ def _blank_lines(path: Path, changed: int) -> array[int]:
 @lru_cache(_NUM_FILES_REMEMBERED)
 def _csv_starts(path: Path, changed: int) -> array[int]:
     starts, before = array("q"), 0
-    # Undecodable bytes do not move lines; the loader of the file reports them.
+    # Undecodable bytes do not move lines, and the loader of the file reports them.
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         reader = csv.reader(file)
         for fields in reader:

@@ -23,17 +23,17 @@ FARTHEST_ROW = 20_000
 
 
 class StreamedRows:
-    """The rows of a stream, encoded in the order in which they come.
+    """Encode the rows of a stream in the order in which they come.
 
-    Every dataloader worker of every rank reads one share of the stream. If the stream has a shard for each share, the
-    share reads its own shards; otherwise it reads all rows and encodes every n-th of them. The k-th row of share s has
-    the number `s + k * num_shares`: its place in the stream or, with shards, a number that no other row has.
+    Every dataloader worker of every rank reads one share of the stream. If the stream has a shard for each share, a
+    share reads its own shards. Otherwise it reads all rows and encodes every n-th of them. The k-th row of share s has
+    the number `s + k * num_shares`. Without shards that is its place in the stream; with shards it is just unique.
     """
 
     def __init__(
         self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False, seed: int = 0
     ) -> None:
-        """Encode rows with this template. `seed` is that of what is drawn while rows are read and encoded."""
+        """Encode rows with this template. `seed` is used for all draws while rows are read and encoded."""
         check_worker()
         self.rows = rows
         self.sources: tuple[RowSource, ...] = ()
@@ -47,11 +47,11 @@ class StreamedRows:
         return f"<StreamedRows: {self.name}>"
 
     def encode_for(self, config: PackingConfig) -> None:
-        """From now on, encode rows for a run with these options: mask labels, and cut rows."""
+        """Encode rows for a run with these options from now on: mask labels, and cut rows."""
         self.encoder = RowEncoder.of(self.template, config)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle for spawned workers, by dill: ms-swift maps a lambda over a stream, which pickle itself refuses."""
+        """Pickle the rows with dill, for spawned workers: ms-swift maps a lambda, which pickle refuses."""
         return {**self.__dict__, "rows": dill.dumps(self.rows)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,24 +74,24 @@ class StreamedRows:
         return None if farthest <= FARTHEST_ROW else f"the stream would have to be read again to row {farthest}"
 
     def first_rows(self, num_rows: int) -> list[Row]:
-        """Return the first rows of epoch 0, not encoded; none of an iterator, which cannot be read again."""
+        """Return the first rows of epoch 0, not encoded. Returns none of an iterator, which cannot be read again."""
         if isinstance(self.rows, Iterator):
             return []
-        # Always epoch 0: a run resumed in a later epoch compares these rows with those of the saved run.
+        # Always read epoch 0: a run that resumes in a later epoch compares these rows with those of the saved run.
         _set_epoch(self.rows, 0)
         return list(islice(_unsplit(self.rows), num_rows))
 
     def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
-        """Find rows in a share of an epoch by their ids. Returns their numbers there, for `samples(held=...)`."""
+        """Return the numbers of rows in a share of an epoch, by their ids, for `samples(held=...)`."""
         rows = (sample_id.row for sample_id in sample_ids)
         return {row // share.num_shares for row in rows if row % share.num_shares == share.number}
 
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
-        """Yield the samples of a share of an epoch: its rows with the numbers `held`, then all from the `start`-th on.
+        """Yield the samples of a share of an epoch: its rows with the numbers `held`, and all from `start` on.
 
-        A row that cannot be encoded is yielded as its error. Rows before `start` are read and not encoded.
+        A row that cannot be encoded is yielded as its error. Other rows before `start` are read but not encoded.
         """
         for index, row in enumerate(self.rows_of(epoch, share)):
             if index >= start or index in held:
@@ -104,7 +104,7 @@ class StreamedRows:
         reading = RandomStream(self._seed, epoch, self.name, *share)
         rows = self._in_order(epoch, share)
         while True:
-            # Enter the stream for each row only, because training draws from the process's states between two rows.
+            # Enter and leave the stream for each row, because training draws from the process's states in between.
             with reading:
                 row = next(rows, _END)
             if row is _END:
@@ -126,16 +126,16 @@ class StreamedRows:
 
 
 def _set_epoch(rows: Any, epoch: int) -> None:
-    """Tell a stream its epoch, by which streams of `datasets` shuffle; other iterables have no `set_epoch`."""
+    """Set the epoch of a stream, which decides how `datasets` shuffles. Other iterables have no `set_epoch`."""
     if hasattr(rows, "set_epoch"):
         rows.set_epoch(epoch)
 
 
 def _unsplit(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield all rows, also of an iterable that divides its rows among dataloader workers by itself.
+    """Yield all rows, even of an iterable that divides its rows among dataloader workers by itself.
 
-    Shares divide the rows already, and `IterableDataset` of `datasets` would give the only shard of a stream to worker
-    0 and nothing to the others.
+    The rows are divided into shares already. `IterableDataset` of `datasets` would divide them once more, and give the
+    only shard of a stream to worker 0 and nothing to the others.
     """
     if get_worker_info() is None:
         yield from rows
@@ -143,7 +143,7 @@ def _unsplit(rows: Iterable[Row]) -> Iterator[Row]:
     with no_worker():
         iterator = iter(rows)
     while True:
-        with no_worker():  # for each row, so that the caller is in its worker again
+        with no_worker():  # only while the row is read, because the caller has to see its worker
             row = next(iterator, _END)
         if row is _END:
             return

@@ -1,6 +1,6 @@
-"""Fetch images by URL: each is requested once, in threads, with a short timeout, and failures are remembered.
+"""Fetch images by URL, once, in threads, with a short timeout, and remember failures.
 
-ms-swift requests a URL four times in each of three tries, for one row at a time. Here a URL is requested once, a host
+ms-swift requests a URL four times in each of three tries, for one row at a time. Here a URL is requested once. A host
 that has not answered yet gets at most three requests at a time, and a host that failed three times in a row gets none.
 """
 
@@ -26,25 +26,29 @@ from swift_vlpack import json_lines
 NUM_FAILURES = 3
 """Stop requests to a host that never answered after this many failures in a row."""
 SECONDS_REMEMBERED = 3600
-"""How long a URL or host that could not be reached is not requested again, in this run and in later ones."""
+"""Time during which a URL or host that could not be reached is not requested again, in this run and in later ones."""
 _NUM_THREADS = 16
 _NUM_FAILURES_OF_GOOD = NUM_FAILURES + _NUM_THREADS  # for a host that did answer: more than are in flight at a time
 _SECONDS_TO_CONNECT, _SECONDS_TO_ANSWER, _SECONDS_FOR_WHOLE = 5.0, 10.0, 60.0
 _PART, _FIRST_LOOK = 1 << 16, 1 << 12  # bytes
-_HEADED = ("JPEG", "PNG")  # formats whose whole header is in the first bytes of a file
+_HEADED = ("JPEG", "PNG")
+"""Formats whose whole header is in the first bytes of a file, so that the rest need not be fetched."""
 
 
 class UrlUnreachable(OSError):
-    """A URL could not be fetched: no answer, or an error of the server."""
+    """A URL could not be fetched: the host did not answer, or answered with an error."""
 
 
 class Urls:
-    """Fetches URLs ahead of their use. Keeps their contents, and the URLs and hosts that failed."""
+    """Fetch URLs ahead of their use. Keeps their contents, and the URLs and hosts that failed."""
 
     def __init__(
         self, memory: Path | None = None, *, seconds_remembered: float = SECONDS_REMEMBERED, num_tries: int = 1
     ) -> None:
-        """`memory` is a file of failures that processes and runs share; None shares nothing."""
+        """Take the file in which failures are remembered; fetch nothing yet.
+
+        Processes and runs share the failures in `memory`. With None, failures are known to this object only.
+        """
         self._memory = memory
         self._seconds_remembered = seconds_remembered
         self._num_tries = num_tries
@@ -64,12 +68,12 @@ class Urls:
         self._lock = threading.Lock()
 
     def read(self, urls: Iterable[str], *, whole: bool) -> None:
-        """Fetch URLs ahead, many at once; unless `whole`, only their image headers. `open` raises their failures."""
+        """Fetch URLs in threads; unless `whole`, only image headers. Failures are not raised here, but by `open`."""
         todo = [url for url in dict.fromkeys(urls) if not self._has(url, whole)]
         if not todo:
             return
         self._take_over()
-        # A few URLs of every unknown host first, so that a host that is gone costs three timeouts and not a thousand.
+        # Request a few URLs of every unknown host first, so that a dead host costs three timeouts and not a thousand.
         first, rest = self._divided(todo)
         for some in filter(None, (first, rest)):
             with ThreadPoolExecutor(min(_NUM_THREADS, len(some))) as threads:
@@ -78,7 +82,10 @@ class Urls:
                         self._found[url] = found
 
     def open(self, url: str, *, whole: bool = True) -> BytesIO:
-        """Return the content of a URL; unless `whole`, perhaps only its beginning with the header of an image."""
+        """Return the content of a URL; unless `whole`, perhaps only the beginning, with the header of an image.
+
+        Raises `UrlUnreachable`.
+        """
         found = self._found[url] if self._has(url, whole) else self._ask(url, whole)
         if found is not None:
             return BytesIO(found[0])
@@ -86,7 +93,7 @@ class Urls:
         raise UrlUnreachable(f"{url}: {why}")
 
     def forget(self) -> None:
-        """Drop the contents that were read ahead; failures stay known."""
+        """Drop the contents that were read ahead, but not the failures."""
         self._found.clear()
 
     def _has(self, url: str, whole: bool) -> bool:
@@ -94,7 +101,7 @@ class Urls:
         return found is not None and (found[1] or not whole)
 
     def _divided(self, urls: list[str]) -> tuple[list[str], list[str]]:
-        """Divide URLs into a few of every host that has not answered yet, and the rest."""
+        """Return (a few URLs of every host that has not answered yet, all other URLs)."""
         first: list[str] = []
         rest: list[str] = []
         num_asked = dict.fromkeys(map(_host, urls), 0)
@@ -111,13 +118,13 @@ class Urls:
             return None
         why, answered = "", False
         for number in range(self._num_tries):
-            # 0 s before the first try, 1 s before the second, so that a busy server has a moment.
+            # Wait 0 s before the first try, 1 s before the second and so on, so that a busy server has a moment.
             time.sleep(number)
             try:
                 found = _content(url, whole)
             except (requests.RequestException, HTTPError, OSError, ValueError) as error:
                 why, answered = f"{type(error).__name__}: {error}", isinstance(error, requests.HTTPError)
-                # The server said no, and asking again will not change that.
+                # The server answered with an error, and a retry would not change that.
                 if answered:
                     break
                 continue
@@ -135,7 +142,7 @@ class Urls:
             self._failed[url] = now, why
             lines = [{"url": url, "at": now, "why": why}]
             most = _NUM_FAILURES_OF_GOOD if host in self._answered else NUM_FAILURES
-            # Once, when the limit is reached, because later failures of the host would say the same.
+            # Write this once, when the limit is reached: later failures of the host would say the same.
             if self._num_failed[host] == most:
                 why = f"its host {host} failed {most} times in a row and is not asked again ({why})"
                 self._failed[host] = now, why
@@ -180,7 +187,7 @@ def _host(url: str) -> str:
 
 
 def _seconds_to_answer() -> float:
-    """Read ms-swift's own variable, if it is set."""
+    """Return the timeout of `SWIFT_TIMEOUT`, ms-swift's own variable, if it is set to a positive number."""
     with suppress(ValueError):
         seconds = float(os.environ.get("SWIFT_TIMEOUT", ""))
         return seconds if seconds > 0 else _SECONDS_TO_ANSWER
@@ -188,23 +195,24 @@ def _seconds_to_answer() -> float:
 
 
 def _content(url: str, whole: bool) -> tuple[bytes, bool]:
-    """Fetch a URL. Returns the whole file and True or, unless `whole`, perhaps only an image's header and False."""
+    """Fetch a URL. Returns (content, whether it is the whole file); unless `whole`, an image's header may be enough."""
     seconds = _seconds_to_answer()
     limit = max(_SECONDS_FOR_WHOLE, 6 * seconds) if whole else 2 * seconds
     deadline = time.monotonic() + limit
     content, next_look = bytearray(), _FIRST_LOOK
     with requests.get(url, stream=True, timeout=(min(_SECONDS_TO_CONNECT, seconds), seconds)) as response:
         response.raise_for_status()
-        # `read1` returns what has come and does not wait for a full part, so that a short header is seen at once.
+        # `read1` returns the bytes that have come and does not wait for more, so that a short header is seen at once.
         read = getattr(response.raw, "read1", response.raw.read)
         while part := read(_PART, decode_content=True):
             content += part
             if not whole and len(content) >= next_look:
                 if _has_header(content):
                     return bytes(content), False
-                # Twice as much each time, so that looking costs no more than reading.
+                # Look again at twice the size, so that looking costs no more than reading.
                 next_look = 2 * len(content)
-            # `requests` limits only the wait for the next bytes, so a server that sends one a second would never end.
+            # `requests` limits only the wait for the next bytes, so a server that sends a byte a second would never
+            # end.
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(content)} bytes came in {limit:.0f} s, and that was not all")
     return bytes(content), True

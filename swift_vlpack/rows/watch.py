@@ -1,6 +1,6 @@
-"""Give up reads that never end: run work in a thread, and abandon the thread if it waits too long.
+"""Abandon reads that never end: run work in a thread, and leave the thread behind if it waits too long.
 
-Nothing else works for a read from a network mount that is gone: no signal and no timeout of Python's ends it.
+Nothing else helps against a read from a network mount that is gone: no signal and no timeout of Python ends it.
 
 >>> watched(lambda: 2 + 2)
 4
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 READ_SECONDS = 60.0
-"""Give up the read of a row after this time without progress."""
+"""Abandon the read of a row after this time without progress."""
 LEAST_SECONDS = 2.0
-"""Each read that was given up halves the limit for later reads of the process, down to this."""
-_SHARE_OF_WORK = 0.1  # a process that computed for a larger share of the time is busy, not waiting
+"""Each abandoned read halves the limit for later reads of the process, down to this."""
+_SHARE_OF_WORK = 0.1  # a process that computed for a larger share of the limit is busy, not waiting
 _LOOKS = 10  # checks for progress within the limit
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ _num_abandoned = 0  # threads of this process
 
 
 class ReadStuck(Exception):
-    """Work was abandoned; `where` is the row it was at, as the `where` passed to `watched` said."""
+    """Work was abandoned. `where` is the row that the work was at, as the argument `where` of `watched` returned it."""
 
     def __init__(self, where: Any, seconds: float) -> None:
         super().__init__(f"nothing was read for {seconds:g} seconds")
@@ -34,22 +34,22 @@ class ReadStuck(Exception):
 
 def seconds_to_wait() -> float:
     """Return the limit for the next read."""
-    # It shrinks, so that a thousand files of a mount that is gone do not take a thousand minutes.
+    # The limit shrinks, so that a thousand files on a mount that is gone do not take a thousand minutes.
     return max(min(LEAST_SECONDS, READ_SECONDS), READ_SECONDS / 2**_num_abandoned)
 
 
 def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
     """Do `work` in a thread and return its result.
 
-    `where` tells which row the work is at, None between rows. Raises `ReadStuck` if for the limit of
-    `seconds_to_wait` the work stays at one row and computes next to nothing.
+    `where` returns the row that the work is at, or None between rows. Raises `ReadStuck` if the work stays at one row
+    for `seconds_to_wait` and computes next to nothing in that time.
     """
     outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
         try:
             outcome.append((True, work()))
-        # Catch exits too, because all errors are raised again in the thread that called.
+        # Catch exits too: every error is raised again in the calling thread.
         except BaseException as error:
             outcome.append((False, error))
 
@@ -62,7 +62,7 @@ def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
     while not outcome:
         thread.join(seconds / _LOOKS)
         now = where(), time.monotonic(), time.process_time()
-        # At another row, or computing: decoding a large image is slow, and not stuck.
+        # The work has gone on to another row, or it computes: decoding a large image is slow, but not stuck.
         if now[0] != place or now[2] - worked > _SHARE_OF_WORK * seconds:
             place, since, worked = now
         elif not outcome and place is not None and now[1] - since >= seconds:

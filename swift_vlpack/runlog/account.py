@@ -8,7 +8,7 @@
 epoch 0: 1 pack, 2 samples, 10 tokens, fill 100.0% (p5 100, p50 100, p95 100), 0 single-long (0.0%), 1 of 3 left out \
 (33.3%): oversize 1; counts add up: 3 read = 2 packed + 1 left out + 0 not reached
 
-Samples that are held when an epoch ends are called not reached: training stopped before their packs came.
+Samples that are still held at the end of an epoch are called "not reached": training stopped before their packs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def shared_in_words(counts: Counts) -> str:
 
 def law_in_words(counts: Counts) -> str:
     """Write read = packed + left out + not reached with its numbers, in samples; also in rows, if rows were cut."""
-    # Source by source, because more packed and left out than read is a bug, which a sum over sources could hide.
+    # Check each source: if one has more packed and left out than read, that is a bug, and a sum could hide it.
     adds_up = all(source.num_held >= 0 for source in (*counts.sources.values(), *counts.rows.values()))
     return (
         f"counts {'add' if adds_up else 'do not add'} up: {_law_of(counts.sources)}"

@@ -15,7 +15,7 @@ True
 (2, 20, 1.0)
 
 The law: read = packed + left out + held, for every source. Counts are closed when nothing is held, as at the end of an
-epoch. All numbers are integers, so their sum is the same in any order; shares and means are derived at the end.
+epoch. All counts are integers, so their sum is the same in any order; shares and means are computed from the sums.
 `account.py` writes the counts of an epoch for people and machines.
 """
 
@@ -32,7 +32,7 @@ from swift_vlpack.errors import StateMismatch
 from swift_vlpack.reasons import about
 
 NUM_FILL_BINS = 100
-"""Bins of fill, one for each whole per cent. Counts in bins add up over ranks exactly; means would not."""
+"""Bins of fill, one for each whole per cent. Bins add up over ranks exactly; means or percentiles would not."""
 _SOURCES = Named({**dict.fromkeys(("num_read", "num_packed", "num_tokens"), Whole()), "num_dropped": Named(Whole())})
 STATE = {
     "packing_length": Whole(1),
@@ -40,7 +40,7 @@ STATE = {
     "fill_histogram": [Whole()],
     "sources": _SOURCES,
 }
-"""Shape of a saved state: the counts that the account of an epoch needs. The run log has the others."""
+"""Shape of a saved state: the counts that the account of an epoch needs. All others are in the run log."""
 _STATE_OF_UNITS = dict.fromkeys(("num_units", "num_in_units", "num_apart", "num_shared_tokens"), Whole())
 """Further fields of a saved state, if samples shared prefixes."""
 _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
@@ -66,11 +66,11 @@ class SourceCounts:
         self.num_read += other.num_read
         self.num_packed += other.num_packed
         self.num_tokens += other.num_tokens
-        if other.num_dropped:  # a report merges up to millions of sources of steps, which leave out nothing
+        if other.num_dropped:  # skip empty counters: a report may merge millions of counts, nearly all without any
             self.num_dropped.update(other.num_dropped)
 
     def without(self, other: SourceCounts) -> SourceCounts:
-        """Subtract counts that are a part of these. Tokens stay, because they are not counted apart."""
+        """Subtract `other`, which counts some of these samples. Tokens stay: they are not counted by part."""
         num_dropped = Counter(self.num_dropped)
         num_dropped.subtract(other.num_dropped)
         num_packed = self.num_packed - other.num_packed
@@ -89,7 +89,7 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of a pack, a step, a worker, a rank, an epoch or a whole run."""
+    """Counts of samples and packs: of a pack, a step, a worker, a rank, an epoch or a whole run."""
 
     packing_length: int
     num_packs: int = 0
@@ -112,9 +112,9 @@ class Counts:
     num_tokens_unpacked: int = 0
     """Tokens of the same samples in padded batches, padding included."""
     num_steps: int = 0
-    """Optimizer steps. All ranks take them together, so this and the next two are set where ranks are added up."""
+    """Optimizer steps. Ranks take a step together, so this field and the next two are set after ranks are merged."""
     num_tokens_slowest: int = 0
-    """Tokens of the rank that had most in each step."""
+    """Sum over steps of the tokens of the rank that had most."""
     milliseconds: int = 0
     """Time of training, without evaluation and saving."""
     fill_histogram: list[int] = field(default_factory=lambda: [0] * (NUM_FILL_BINS + 1))
@@ -129,13 +129,13 @@ class Counts:
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def read(self, source: str, num_samples: int = 1, *, num_further: int = 0) -> None:
-        """Count samples that came in, `num_further` of which are further parts of rows."""
+        """Count samples as read. `num_further` of them are parts 1, 2, ... of cut rows."""
         _of(self.sources, source).num_read += num_samples
         if num_further:
             _of(self.further, source).num_read += num_further
 
     def read_what_came(self) -> None:
-        """Count as read just what was packed or left out, e.g. of a stream, whose rows are not known in advance."""
+        """Set the samples read to those packed or left out. A stream needs this: its rows are not known in advance."""
         for counts in (*self.sources.values(), *self.further.values()):
             counts.num_read = counts.num_packed + counts.num_dropped.total()
 
@@ -202,7 +202,7 @@ class Counts:
             self.lost_images[reason] += num_images
 
     def merge(self, other: Counts) -> None:
-        """Add other counts; in any order the sum is the same."""
+        """Add other counts. The order of merging makes no difference."""
         for name in NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.fill_histogram = [a + b for a, b in zip(self.fill_histogram, other.fill_histogram, strict=True)]
@@ -212,7 +212,7 @@ class Counts:
         self.lost_tokens.update(other.lost_tokens)
         self.lost_images.update(other.lost_images)
 
-    # -- what follows -------------------------------------------------------------------------------------------------
+    # -- derived numbers ----------------------------------------------------------------------------------------------
 
     @property
     def num_tokens(self) -> int:
@@ -231,7 +231,7 @@ class Counts:
 
     @property
     def num_held(self) -> int:
-        """Return how many samples still wait. A negative number means that a sample was counted twice."""
+        """Return how many samples are neither packed nor left out. A negative number is a bug: one counted twice."""
         return sum(counts.num_held for counts in self.sources.values())
 
     @property
@@ -241,7 +241,7 @@ class Counts:
 
     @property
     def num_padding_saved(self) -> int:
-        """Return the padding that packing saves; negative if packed sequences have more of it than padded batches."""
+        """Return the padding that packing saves; negative if `packing_pad_to` adds more than padded batches have."""
         return self.num_tokens_unpacked - self.num_tokens_alone - self.num_padding
 
     @property
@@ -280,7 +280,7 @@ class Counts:
         seen, wanted = 0, sum(self.fill_histogram) * per_cent / 100
         for fill, num_packs in enumerate(self.fill_histogram):
             seen += num_packs
-            # Only at a bin with packs: below the lowest fill there is nothing, whatever share is asked for.
+            # Skip empty bins: for `per_cent` 0, `seen` reaches `wanted` before the first pack.
             if num_packs and seen >= wanted:
                 return fill
         return 0
@@ -288,7 +288,7 @@ class Counts:
     # -- as JSON ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the account of an epoch for a checkpoint."""
+        """Return the counts of an epoch for a checkpoint; `from_state` reads them."""
         names = [*STATE, *(_STATE_OF_CUT_ROWS if self.further or self.lost_tokens else ())]
         names += _STATE_OF_UNITS if self.num_units or self.num_apart else ()
         state = {name: getattr(self, name) for name in names}
@@ -299,7 +299,7 @@ class Counts:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Counts:
-        """Return counts that go on from a saved state. Raises `StateMismatch` for a state that cannot be."""
+        """Return the counts of a saved state. Raises `StateMismatch` if the state is damaged."""
         state = {**dict.fromkeys(_STATE_OF_UNITS, 0), **{name: {} for name in _STATE_OF_CUT_ROWS}, **state}
         check_shape(state, {**STATE, **_STATE_OF_CUT_ROWS, **_STATE_OF_UNITS}, "counted")
         if len(state["fill_histogram"]) != NUM_FILL_BINS + 1:
@@ -319,12 +319,12 @@ class Counts:
         }
         numbers = {name: getattr(self, name) for name in NUMBERS}
         numbers = {name: number for name, number in numbers.items() if number or name not in _STATE_OF_UNITS}
-        # `from_event` adds up the sources; the two sums are for people who read the file.
+        # The two sums are for people who read the file: `from_event` computes them from the sources.
         return {**numbers, "num_samples": self.num_packed, "num_tokens": self.num_tokens, "sources": sources}
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any], packing_length: int) -> Counts:
-        """Return the counts of a `steps` event, with all packed samples as read. Only the mean of the fill is known."""
+        """Return the counts of a `steps` event. Packed samples count as read; fill percentiles are not known."""
         event = {**dict.fromkeys(_STATE_OF_UNITS, 0), **event}
         counts = cls(packing_length, **{name: event[name] for name in NUMBERS})
         for name, source in event["sources"].items():

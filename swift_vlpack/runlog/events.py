@@ -7,7 +7,7 @@
 >>> [(event["event"], event["step"]) for event in read_events(log.path)]
 [('start', 0), ('steps', 10)]
 
-The file has all that cannot be found out about a run later, one JSON object a line, with `event`, `when` and the
+The file records what could not be found out about a run later. Each line is a JSON object with `event`, `when` and the
 optimizer `step` after which it happened:
 
 | event | when it is written | what else it says |
@@ -41,14 +41,14 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Append events to the log of a run. Only the first rank has one."""
+    """Append events to the log of a run. Only rank 0 has an `EventLog`."""
 
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / FOLDER / FILE
         self._is_writable = True
 
     def append(self, event: str, step: int, **facts: Any) -> None:
-        """Write an event. A failing write warns once and stops no run: training is worth more than its log."""
+        """Append an event. If writing fails, warn once and write no more: training is worth more than its log."""
         if not self._is_writable:
             return
         when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")

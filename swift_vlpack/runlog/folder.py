@@ -1,4 +1,4 @@
-"""Find a run on the disk, and read what lies in its folder beside the run log: checkpoints, epoch reports, arguments.
+"""Find a run on disk, and read the files of its folder other than the run log: checkpoints, epoch reports, arguments.
 
     output_dir/
         args.json               ms-swift's options
@@ -47,14 +47,14 @@ class RunFolder:
 
 
 def find_run(given: Path) -> RunFolder:
-    """Find the run that a path names: its folder, a checkpoint in it, or the folder above its versions.
+    """Find the run of a path: the run's folder, a checkpoint in it, or the folder that holds its versions.
 
-    ms-swift puts each run into a version of its own (`v0-20260131-120000`); the newest one is meant. Raises
-    `ConfigError` if there is no run.
+    ms-swift makes a version folder for each run (`v0-20260131-120000`), and the newest is taken. Raises `ConfigError`
+    if there is no run.
     """
     if not given.is_dir():
         raise ConfigError(f"{given}: no such directory; name the output_dir of a training run")
-    # First, because a checkpoint has the arguments of its run, and so looks like a run itself.
+    # Check for a checkpoint first: ms-swift copies the run's arguments into it, so it looks like a run itself.
     if _CHECKPOINT.fullmatch(given.resolve().name) and _is_run(given.resolve().parent):
         return RunFolder(given.resolve().parent)
     if _is_run(given):
@@ -93,21 +93,21 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether it can be resumed from: the state is the last file that is written."""
+        """Tell whether a run can resume from it: the state is written last, so the other files are there too."""
         return (self.path / STATE).is_file()
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """Read the state of the data; None if it is missing or damaged."""
+        """Read the feed's state; None if it is missing or damaged."""
         state = read_json(self.path / STATE).get("state")
         return state if isinstance(state, dict) else None
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints in a folder by step, complete or not; for a checkpoint itself, that one."""
+    """Return the checkpoints in a folder by step, complete or not. The folder may be a checkpoint itself."""
     paths = [folder, *folder.iterdir()] if folder.is_dir() else []
     found = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
-    # A link, such as `last-checkpoint`, is another name of a folder that is there too.
+    # Skip links, such as `last-checkpoint`: the folder that they point to is in the list.
     real = [(int(match[1]), path) for match, path in found if match and path.is_dir() and not path.is_symlink()]
     return [Checkpoint(step, path) for step, path in sorted(real)]
 
@@ -118,7 +118,7 @@ def epoch_reports(folders: Iterable[Path], last_step: int) -> dict[int, dict[str
     for folder in folders:
         for path in (folder / FOLDER).glob("epoch_*.json"):
             report = read_json(path)
-            # A report from after the last step is left from an earlier run into the same folder.
+            # A report of a later step is a leftover of an earlier run in the same folder.
             if isinstance(report.get("epoch"), int) and report.get("global_step", 0) <= last_step:
                 found[report["epoch"]] = report
     return dict(sorted(found.items()))

@@ -14,9 +14,9 @@ from swift_vlpack.reasons import about
 from swift_vlpack.runlog.events import FOLDER
 
 FILE = "left_out.jsonl"
-"""In the folder `vlpack` of the output directory; `rows/left_out.py` writes it."""
+"""The list of left-out rows in the folder `vlpack` of the output directory; `rows/left_out.py` writes it."""
 ALL = "left_out_of_all_segments.jsonl"
-"""Written if the segments of a run have several lists."""
+"""The joined list, which is written if the segments of a run have several."""
 
 
 def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -39,14 +39,14 @@ def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, 
 
 
 def listed(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a list, without a line that a killed process left half written."""
+    """Yield the rows of a list. Skip other lines, such as one that a killed process left unfinished."""
     for line in json_lines.read(path):
         if isinstance(line, dict) and {"id", "reason", "epoch"} <= set(line):
             yield line
 
 
 def left_out_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read every row that is left out of an epoch, once."""
+    """Read the lines of several lists. A row that two segments left out of the same epoch is returned once."""
     found: dict[tuple[str, int | None, str], dict[str, Any]] = {}
     for line in (line for path in paths for line in listed(path)):
         found.setdefault((line["id"], line["epoch"], line["reason"]), line)
@@ -54,9 +54,9 @@ def left_out_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _not_listed(lines: Sequence[Mapping[str, Any]], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
-    """Return the counts of reasons that an epoch's report has, but no line of that epoch.
+    """Return the counts of those reasons that an epoch's report has and no line of that epoch.
 
-    Only whole reasons are compared, because a row that an epoch has twice is counted twice and listed once.
+    Numbers within a reason are not compared: if an epoch draws a row twice, it is counted twice and listed once.
     """
     listed = {(line["epoch"], line["reason"]) for line in lines}
     missing: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def _about(reason: str) -> dict[str, str]:
 
 
 def _one_file(folder: Path, paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the file that lists every row. If segments have a file each, write one with the lines of all."""
+    """Return the file that lists every left-out row. If segments have files of their own, write a joined one."""
     if len(paths) < 2:
         return str(paths[0]) if paths else None
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

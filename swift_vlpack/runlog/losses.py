@@ -1,4 +1,4 @@
-"""Read the losses that ms-swift logged, each with the steps whose mean it is, and find where they jump.
+"""Read the losses that ms-swift logged, each with the steps that it is the mean of, and find jumps.
 
 >>> lines = [{"loss": loss, "global_step/max_steps": f"{step}/30"} for step, loss in ((1, 2.0), (5, 1.5), (10, 4.0))]
 >>> losses = list(losses_in(lines))
@@ -26,20 +26,19 @@ LOG = "logging.jsonl"
 
 
 class Loss(NamedTuple):
-    """A line of the log that has a loss."""
+    """A logged loss: the mean over the steps `first` to `last`."""
 
     first: int
-    """The first step whose mean the loss is."""
     last: int
-    """The step that logged it."""
+    """The step after which the loss was logged."""
     value: float
-    """Infinite or NaN after training went wrong."""
+    """Infinite or NaN if training diverged."""
     fill: float | None = None
-    """Mean fill of the packs of these steps, where the line has one."""
+    """Mean fill of the packs of these steps; None if the log line has no fill."""
 
     @property
     def number(self) -> float | None:
-        """Return the loss for a chart or for JSON, which have no place for infinity and NaN."""
+        """Return the loss; None if it is infinite or NaN, which a chart and JSON cannot show."""
         return self.value if math.isfinite(self.value) else None
 
 
@@ -51,7 +50,7 @@ class Spike(NamedTuple):
 
     @property
     def jump(self) -> float:
-        """Return the rise; infinite if the loss became NaN."""
+        """Return the rise from `before` to `loss`; infinite if the loss became NaN."""
         jump = self.loss.value - self.before.value
         return math.inf if math.isnan(jump) else jump
 
@@ -59,13 +58,14 @@ class Spike(NamedTuple):
 def losses_of(folder: Path, segments: Sequence[Segment]) -> list[Loss]:
     """Return the losses of a run by step, without those of steps that were lost and trained again.
 
-    Without segments, the log in the folder is read as one.
+    Without segments (no run log), the whole log in the folder is taken for one run.
     """
     if not segments:
         return list(losses_in(_lines(folder / LOG)))
     found: list[Loss] = []
     for segment in segments:
-        # ms-swift appends to one log and marks no beginning, so the start event says how long the log was then.
+        # ms-swift appends all runs to one log and marks no beginning, so our start event has the log's size at the
+        # start.
         lines = _lines(segment.folder / LOG, segment.start.get("log_bytes", 0), segment.log_end)
         losses = losses_in(lines, after=segment.start["step"])
         found += [loss for loss in losses if segment.is_kept({"step": loss.last})]
@@ -73,7 +73,7 @@ def losses_of(folder: Path, segments: Sequence[Segment]) -> list[Loss]:
 
 
 def losses_in(lines: Iterable[Mapping[str, Any]], after: int = 0) -> Iterator[Loss]:
-    """Yield the losses of log lines that begin after a step, in order of steps.
+    """Yield the losses of log lines in order of steps. `after` is the step before the first line.
 
     A line has the mean since the line before it. If a step comes again, the run was resumed, and the later line counts.
     """

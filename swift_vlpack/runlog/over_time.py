@@ -1,4 +1,4 @@
-"""Tell how a run went: what happened when (the timeline), and its numbers over steps (the series of a chart)."""
+"""Make the timeline of a run (what happened when), and its series (its numbers by step, for charts)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Point = dict[str, Any]
 
 
 def timeline_of(segments: Sequence[Segment], checkpoints: Sequence[Checkpoint]) -> list[Entry]:
-    """List starts, resumes, epochs, checkpoints and the end. `is_kept` is false for what was lost by a resume."""
+    """List starts, resumes, epochs, checkpoints and the end. `is_kept` is false for entries that a resume undid."""
     on_disk = {str(one.path.resolve()): one for one in checkpoints}
     return [entry for segment in segments for entry in _entries(segment, on_disk)]
 
@@ -65,9 +65,9 @@ def _entry(segment: Segment, event: Event, said: str) -> Entry:
 
 
 def series_of(segments: Sequence[Segment], losses: Sequence[Loss]) -> list[Point]:
-    """Return one point for each `steps` event, with the loss if a line was logged at that very step.
+    """Return one point for each `steps` event, with the loss if ms-swift logged one at that step.
 
-    Without segments, the points are those of the log, as far as it goes.
+    Without segments (no run log), return a point for each logged loss; all other numbers are unknown.
     """
     if not segments:
         unknown = dict.fromkeys(("when", "tokens_per_second", "padding_saved", "vision_share"))

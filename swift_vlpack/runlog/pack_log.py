@@ -1,4 +1,4 @@
-"""Record which samples were trained in which step: one line for every pack, in a file of each rank.
+"""Record which samples were trained in which step: one line for every pack, in a file for each rank.
 
     {"step": 12, "epoch": 0, "pack": 23, "ids": ["captions:17", ...]}
 
@@ -22,12 +22,12 @@ from swift_vlpack.runlog.events import FOLDER
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 64 * 1024**2
-"""Size at which a file that nobody asked for becomes the older half. Both hold about 8 million samples a rank."""
+"""Size at which a bounded file is renamed to be the older half. Both halves hold about 8 million samples of a rank."""
 _PREFIX = "packs_rank"
 
 
 class PackLog:
-    """The file of a rank."""
+    """Append packs to the file of a rank, bounded if `most_bytes` is given."""
 
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self.path = path
@@ -36,13 +36,13 @@ class PackLog:
 
     @classmethod
     def wanted(cls, path: Path, environ: Mapping[str, str], can_plan_again: bool) -> PackLog | None:
-        """Return the log if one is asked for, or if the feed cannot compute past packs again (`can_plan_again`)."""
+        """Return the log to write, if any: an unbounded one on request, a bounded one unless `can_plan_again`."""
         if not environ.get(RECORD_PACKS, "").strip():
             return None if can_plan_again else cls(path, MOST_BYTES)
         return cls(path) if is_switched_on(RECORD_PACKS, environ) else None
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write packs. A full file first replaces the older half, and a new one is begun."""
+        """Append packs. A full file becomes the older half. Raises `OSError` only if the user asked for the log."""
         if not self._is_writable:
             return
         try:
@@ -52,8 +52,8 @@ class PackLog:
         except OSError as error:
             if self.most_bytes is None:
                 raise
-            self._is_writable = False  # the run goes on, because this record was not asked for
-            logger.warning("packs are no longer recorded, %s cannot be written: %s", self.path, error)
+            self._is_writable = False  # the user did not ask for this record, so the run continues without it
+            logger.warning("packs are no longer recorded, because %s cannot be written: %s", self.path, error)
 
 
 def pack_file(folder: Path, rank: int) -> Path:
@@ -81,7 +81,7 @@ def read_packs(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def packs_of_step(lines: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Select the packs of a step; if it was trained twice, those that were trained last."""
+    """Select the packs of a step. If the step was trained twice, select the last time: the first was lost."""
     latest: list[dict[str, Any]] = []
     step_before = None
     for line in lines:

@@ -1,7 +1,7 @@
-"""Report a run as plain numbers and texts: `vlpack report` prints them, and `--json` has them as they are.
+"""Make the report of a run as a dictionary of numbers and texts, which `vlpack report --json` prints as it is.
 
-What was trained comes from the run log, where steps that a resume trained again count once. If the log is missing, the
-epoch reports, the checkpoints and ms-swift's log tell less: no times, and nothing about padding.
+Counts of trained samples come from the run log. Steps that a resume trained again count once. If the log is missing,
+the epoch reports, the checkpoints and ms-swift's log are read instead, which have neither times nor padding.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Report = dict[str, Any]
 _WITHOUT_LOG = "The numbers are from epoch reports and checkpoints, which know neither time nor padding"
 _MAX_STEPS_NAMED = 5
 _FILL_UNITS = 10_000
-"""Fill in epoch reports has four digits, so it is a whole number of these."""
+"""Units of fill in a pack: epoch reports round fill to four digits, so it is a whole number of these units."""
 
 
 def run_report(run: RunFolder) -> Report:
-    """Report all that is known of a run."""
+    """Return the report of a run."""
     segments = segments_of(run.path)
     folders = list(dict.fromkeys([*(segment.folder for segment in segments), run.path]))
     losses = losses_of(run.path, segments)
     last_step = segments[-1].last_step if segments else max((loss.last for loss in losses), default=0)
     saved = [one for folder in folders for one in checkpoints(folder) if one.step <= last_step]
     reports = epoch_reports(folders, last_step)
-    # The account of the epoch in which the last checkpoint was written, if that epoch has no report yet.
+    # Without a run log, a last unfinished epoch is known from the last checkpoint in it.
     unfinished = [] if segments else [one for one in _accounts(saved) if one["epoch"] not in reports][-1:]
     of_epochs = counts_by_epoch(segments)
     counts = _sum(of_epochs.values() if segments else map(_from_account, [*reports.values(), *unfinished]))
@@ -91,12 +91,12 @@ def _accounts(saved: Sequence[Checkpoint]) -> Iterator[Report]:
             counts = Counts.from_state(state["counted"])
         except StateMismatch:  # written by another version
             counts = Counts(packing_length=1)
-        counts.read_what_came()  # rows that are still to come are no part of it
+        counts.read_what_came()  # a plan counts all rows of the epoch as read; leave out those after the checkpoint
         yield {**account_json(counts, epoch=state["epoch"]), "is_finished": False, "as_of": checkpoint.path.name}
 
 
 def _from_account(account: Mapping[str, Any]) -> Counts:
-    """Return the counts of an epoch report, of which the fill is a mean."""
+    """Return the counts of an epoch report. Its fill is a mean, so every pack gets that fill."""
     names = ("num_packs", "num_images", "num_single_long", "num_padding")
     counts = Counts(_FILL_UNITS, **{name: account.get(name, 0) for name in names})
     num_filled = counts.num_packs - counts.num_single_long
@@ -131,7 +131,7 @@ def _about(args: Mapping[str, Any], segments: Sequence[Segment], last_step: int)
 
 
 def _trained(counts: Counts, *, is_logged: bool) -> Report:
-    """Return what was trained. Steps, vision and time are known from the run log only."""
+    """Return the totals. Steps, vision tokens and seconds are known from the run log only (`is_logged`)."""
     vision = counts.num_vision_tokens if is_logged else None
     seconds = counts.seconds
     return {
@@ -154,7 +154,7 @@ def _trained(counts: Counts, *, is_logged: bool) -> Report:
 
 
 def _unpacked(counts: Counts, batch_size: int) -> Report:
-    """Compare with the same samples in padded batches, as if these had run at the tokens a second of the packed run."""
+    """Compare with the same samples in padded batches, assuming the same tokens a second, padding included."""
     num_packed, num_unpacked = counts.num_tokens + counts.num_padding, counts.num_tokens_unpacked
     # Without the tokens that samples share: these are saved by sharing, not by packing.
     seconds = counts.seconds * (1 + share(counts.num_padding_saved, num_packed))
@@ -180,7 +180,7 @@ def _reference(batch_size: int) -> str:
 
 def _balance(segments: Sequence[Segment], counts: Counts) -> Report:
     planned = [event["balance"] for segment in segments for event in segment.epochs if "balance" in event]
-    # A step is as slow as its slowest rank: as if every rank of the step had the tokens of that one.
+    # A step takes as long as its slowest rank, as if every rank had the tokens of the slowest one.
     slowest = sum(
         segment.start["num_ranks"] * event["num_tokens_slowest"] for segment in segments for event in segment.steps
     )
@@ -227,7 +227,7 @@ def _epochs(
 
 
 def _notes(run: RunFolder, segments: Sequence[Segment]) -> Iterator[str]:
-    """Say what a reader has to know about the numbers."""
+    """Yield what a reader has to know about the numbers: other runs, lost steps, a missing beginning."""
     if run.others:
         yield f"the newest of {len(run.others) + 1} runs here is shown; the others are {', '.join(run.others)}"
     if not segments:

@@ -1,7 +1,7 @@
-"""Find the packs of an optimizer step. No record of packs is needed, because a planned epoch can be computed again.
+"""Find the packs of an optimizer step of a planned run, without a record of packs: the epoch is computed again.
 
-A run is a list of `EpochSpan`s: each says at which step an epoch began or went on, on how many ranks, and how many
-packs each of them accumulated for a step. Within a span, steps follow one another, so packs can be counted off.
+A run is a list of `EpochSpan`s. Each says at which step an epoch began or was resumed, on how many ranks, and how many
+packs a rank accumulates for a step. Within a span nothing interrupts the steps, so packs can be counted off.
 
 >>> spans = [EpochSpan(step, epoch, num_ranks=2, accumulation=1) for step, epoch in ((0, 0), (3, 1))]
 >>> span_of_step(spans, 3).epoch, span_of_step(spans, 4).epoch
@@ -19,7 +19,7 @@ from swift_vlpack.plan.epoch import EpochPlan
 
 
 class EpochSpan(NamedTuple):
-    """An epoch, or the rest of one, as a segment of a run trains it."""
+    """An epoch, or the rest of an epoch after a resume, that one segment of a run trains."""
 
     step: int
     """Optimizer steps that were taken before the span."""
@@ -27,9 +27,9 @@ class EpochSpan(NamedTuple):
     num_ranks: int
     accumulation: int
     cuts: tuple[Cut, ...] = ()
-    """How far the epoch had been consumed when the span began; empty at the beginning of an epoch."""
+    """Packs of the epoch that were consumed before the span, by each number of ranks; empty if none were."""
     digest: str | None = None
-    """Digest of the plan that was trained, where the run log has it."""
+    """Digest of the plan that was trained; None if there is no run log."""
 
     def next_epoch(self, num_steps_here: int) -> EpochSpan:
         """Return the span of the following epoch, if nothing interrupts the run."""
@@ -55,7 +55,7 @@ class StepFound(NamedTuple):
 
 
 def span_of_step(spans: Sequence[EpochSpan], step: int) -> EpochSpan:
-    """Return the last span that began before `step`: if a resumed run trained the step again, that is the one.
+    """Return the last span that began before `step`: of several that trained the step, only the last one counts.
 
     Raises `ConfigError` if the step was trained before the first known span.
     """
@@ -72,7 +72,7 @@ def span_of_step(spans: Sequence[EpochSpan], step: int) -> EpochSpan:
 def find_step(step: int, spans: Sequence[EpochSpan], plan_of: PlanOf, *, num_epochs: int | None) -> StepFound:
     """Find the packs of a step, counted from 1. Epochs that have not begun yet are computed ahead.
 
-    `num_epochs` ends the run where no number of steps does. Raises `ConfigError` if the run has no such step.
+    `num_epochs` is None if the run ends by a number of steps. Raises `ConfigError` if the run has no such step.
     """
     if step < 1:
         raise ConfigError(f"step {step}: steps are counted from 1, as in the log")
@@ -88,21 +88,21 @@ def find_step(step: int, spans: Sequence[EpochSpan], plan_of: PlanOf, *, num_epo
 
 def packs_of_step(plan: EpochPlan, span: EpochSpan, step: int) -> list[PackOfStep]:
     """Return the packs of a step of the span, rank by rank."""
-    batches = plan.batches_of_step(step - span.step - 1, span.accumulation)  # as many of every rank
+    batches = plan.batches_of_step(step - span.step - 1, span.accumulation)  # the same slice for every rank
     ranks = range(span.num_ranks)
     return [PackOfStep(rank, number) for rank in ranks for number in plan.numbers_left(rank)[batches]]
 
 
 def step_of_pack(plan: EpochPlan, span: EpochSpan, number: int) -> tuple[int, int]:
     """Return the rank that trains a pack of the span, and the step in which that happens."""
-    # Only the last cut counts, because numbers start after it: packs before it were shared among other ranks.
+    # Packs before the last cut were shared among another number of ranks, so only those after it are counted off.
     num_trained_before = plan.cuts[-1].num_consumed // plan.num_ranks
     rank, nth = number % plan.num_ranks, number // plan.num_ranks - num_trained_before
     return rank, span.step + 1 + (plan.step_of_batch(nth, span.accumulation) if nth >= 0 else -1)
 
 
 def position_after(span: EpochSpan, step: int, plan_of: PlanOf) -> tuple[int, int]:
-    """Return the epoch and how many of its packs are consumed after `step`, if nothing interrupts the span."""
+    """Return the epoch that `step` is in, and how many of its packs are consumed by then, if nothing interrupts."""
     while True:
         plan = plan_of(span)
         num_here = plan.num_steps_left(span.accumulation)

@@ -45,15 +45,15 @@ _EPOCH = {"epoch": Whole(), "cuts": CUTS, "plan": str}
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one process group trained."""
+    """The events of one process group, from its start or resume until it stopped."""
 
     folder: Path
     number: int
     """Number among the segments of its folder, from 0."""
     start: Event
-    """Its `start` or `resume` event, with what was known before its first step."""
+    """The `start` or `resume` event, which has everything known before the first step."""
     events: tuple[Event, ...]
-    """All later events."""
+    """All events after `start`."""
     log_end: int | None = None
     """Byte of ms-swift's log at which the next segment in the folder begins to write; None for the last one."""
     stops_at: int | None = None
@@ -61,7 +61,7 @@ class Segment:
 
     @property
     def steps(self) -> Iterator[Event]:
-        """Yield the `steps` events that became a part of the model."""
+        """Yield the `steps` events before the checkpoint that the next segment resumed from: the model has these."""
         return (event for event in self._of_kind(STEPS) if self.is_kept(event))
 
     @property
@@ -71,7 +71,7 @@ class Segment:
 
     @property
     def epochs(self) -> Iterator[Event]:
-        """Yield the `epoch` events: where epochs began or went on."""
+        """Yield the `epoch` events: an epoch began, or was resumed."""
         return self._of_kind(EPOCH)
 
     @property
@@ -90,11 +90,11 @@ class Segment:
         return any(self._of_kind(END))
 
     def is_kept(self, event: Event) -> bool:
-        """Tell whether an event lies before the point from which the next segment went on."""
+        """Tell whether an event lies before the step from which the next segment went on; later ones are lost."""
         return self.stops_at is None or event["step"] <= self.stops_at
 
     def spans(self) -> list[EpochSpan]:
-        """Return the epochs of a segment that trained planned packs, without those that were lost.
+        """Return the spans of a segment that trained planned packs, without those that were lost.
 
         Raises `StateMismatch` if the log is damaged.
         """
@@ -112,11 +112,11 @@ class Segment:
 
 
 def segments_of(folder: Path) -> list[Segment]:
-    """Return the segments that led to the present state of the run in a folder, first one first.
+    """Return the segments that led to the present state of the run in a folder, in the order of training.
 
     The list is empty if the folder has no run log.
     """
-    # The last one is the run's present state: segments before its start are another run in the same folder.
+    # Go back from the last segment, because the folder may also hold segments of other runs.
     found = _segments_in(folder)[-1:]
     seen = {(segment.folder.resolve(), segment.number) for segment in found}
     while found and found[0].start["event"] == RESUME and (before := _resumed_by(found[0])) is not None:
@@ -129,25 +129,25 @@ def segments_of(folder: Path) -> list[Segment]:
 
 
 def resumed_folder(segment: Segment) -> Path | None:
-    """Return the folder of the checkpoint that a segment resumed from; it may have been moved with its neighbours."""
+    """Return the folder of the checkpoint that a segment resumed from, also if both folders were moved; or None."""
     checkpoint = Path(segment.start["checkpoint"])
     if checkpoint.parent.is_dir():
         return checkpoint.parent
-    if (segment.folder / checkpoint.name).is_dir():  # a run that was resumed in its own folder, which was renamed
+    if (segment.folder / checkpoint.name).is_dir():  # the run was resumed in its own folder, which was renamed later
         return segment.folder
     moved = segment.folder.parent / checkpoint.parent.name
     return moved if moved.is_dir() else None
 
 
 def _resumed_by(segment: Segment) -> Segment | None:
-    """Return the segment that wrote the checkpoint from which the given one went on."""
+    """Return the segment that wrote the checkpoint from which the given segment resumed; None if unknown."""
     folder = resumed_folder(segment)
     if folder is None:
         return None
     is_same = folder.resolve() == segment.folder.resolve()
     earlier = _segments_in(segment.folder)[: segment.number] if is_same else _segments_in(folder)
     earlier = [one for one in earlier if one.start["when"] <= segment.start["when"]]
-    # A run that was killed between a checkpoint and its event has no such event: then the latest segment wrote it.
+    # A run that was killed between a checkpoint and its event has no such event: then take the latest segment.
     wrote = [one for one in earlier if _wrote_checkpoint(one, segment.start["step"])]
     return next(reversed(wrote or earlier), None)
 
@@ -157,7 +157,7 @@ def _wrote_checkpoint(segment: Segment, step: int) -> bool:
 
 
 def _segments_in(folder: Path) -> list[Segment]:
-    """Return all segments in the log of a folder, which may be of several runs, in the order of the file."""
+    """Return all segments in the log of a folder, perhaps of several runs, in the order of the file."""
     groups: list[list[Event]] = []
     for event in read_events(folder / FOLDER / FILE):
         if event["event"] in (START, RESUME):

@@ -1,6 +1,6 @@
-"""Write the two summaries of a run: before its first step, on one screen, and after its last step.
+"""Write two summaries of a run for the log: before its first step, short enough for a screen, and after its last.
 
-The first says what the run will train on, and how; the last says what it trained, and how fast.
+The first says what the run will train on, and how. The second says what it trained, and how fast.
 
 >>> counts = Counts(packing_length=100, num_steps=2, milliseconds=3000)
 >>> for samples in ([("a", 60), ("a", 40)], [("a", 90)]):
@@ -32,7 +32,7 @@ _MAX_SOURCES = 4
 _WHOLE = 0
 
 Entry = tuple[str, str, int]
-"""(label, text, lines that it may take). `_WHOLE` in place of a number keeps a command to copy in one line."""
+"""(label, text, most lines). `_WHOLE` in place of a number writes one line, however long: a command to copy."""
 
 
 def start_text(facts: Mapping[str, Any]) -> str:
@@ -151,6 +151,6 @@ def _proof(line: str | None) -> str:
 
 
 def _wrapped(label: str, text: str, most: int) -> list[str]:
-    # A word that is longer than a line, such as a path, is cut.
+    # `wrap` breaks a word that is longer than a line, such as a path.
     found = [text] if most == _WHOLE else wrap(text, WIDTH - _LABEL, max_lines=most, placeholder=" ...")
     return [f"{label if number == 0 else '':<{_LABEL}}{line}".rstrip() for number, line in enumerate(found)]

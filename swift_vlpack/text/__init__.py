@@ -1,4 +1,4 @@
-"""Pack documents for training without ms-swift: cut, packed, collated and streamed; nothing is lost without a count.
+"""Pack documents for training without ms-swift, from a data set or a stream. Every token that is left out is counted.
 
 Documents in a data set become blocks (`block_tokenize` in blocks.py), and blocks become batches (collator.py):
 
@@ -9,8 +9,8 @@ Documents in a data set become blocks (`block_tokenize` in blocks.py), and block
 >>> PackedCollator("byte", return_tensors="np")(rows)["position_ids"].tolist()  # they restart with every document
 [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1]]
 
-Documents in a stream become windows of one length (stream.py), and windows become batches of one shape (batches.py),
-with the place in the stream as JSON:
+Documents in a stream become windows of one length (stream.py), and windows become batches of one shape (batches.py).
+The position in the stream is saved as JSON:
 
 >>> stream = TextStream(["abc", "defgh"], tokenizer="byte", seq_len=5, add_bos=False)
 >>> next(stream).segment_ids.tolist()
@@ -20,8 +20,8 @@ with the place in the stream as JSON:
 >>> next(again).tokens.tolist()
 [102, 103, 104, 257, 258, 258]
 
-Where documents are cut and which share a block is decided by `plan`, as for samples in training. Documents come from
-anything that sources.py and local.py can read.
+`plan` decides where documents are cut and which of them share a block, as it does for the samples of a run.
+`sources.py` and `local.py` read the documents.
 """
 
 from swift_vlpack.text.batches import FixedBatches, model_inputs

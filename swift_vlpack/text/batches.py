@@ -26,12 +26,12 @@ FixedBatch = dict[str, NDArray[Any]]
 
 
 class FixedBatches:
-    """Batches of the windows of a stream, each with the same shapes and dtypes; an iterator, and a context manager.
+    """Iterate over batches of a stream's windows, all of the same shapes and dtypes; also a context manager.
 
     `input_ids`, `labels` (already shifted) and `segment_ids` are int32, `attention_mask` is bool.
 
-    They go into `DataLoader(batches, batch_size=None)`, whose workers share the documents, and, through `model_inputs`,
-    into `transformers.Trainer`.
+    Pass an instance to `DataLoader(batches, batch_size=None)`, whose workers share the documents, or, with
+    `model_inputs` as collator, to `transformers.Trainer`.
     """
 
     def __init__(  # noqa: PLR0913 - shape, end, labels and prefetch
@@ -45,10 +45,11 @@ class FixedBatches:
         train_on_eos: bool = True,
         prefetch: int = 0,
     ) -> None:
-        """Fill the last batch up with rows of padding, or drop it under `drop_last`; either is counted.
+        """Fill up the last batch with rows of padding, or drop it under `drop_last`; both are counted.
 
-        `mask_boundary_loss`: the first token of a document is no target. `train_on_eos=False`: nor is EOS. `prefetch`
-        batches are made ahead by a thread; the stream then belongs to it, and the state to ask for is this object's.
+        `mask_boundary_loss`: do not train the first token of a document. `train_on_eos=False`: do not train EOS.
+        `prefetch`: let a thread make this many batches ahead. The thread then owns the stream, so save the state of
+        this object and not that of the stream.
         """
         check_whole(1, "batch_size", "accumulation", batch_size=batch_size, accumulation=accumulation)
         check_whole(0, "prefetch", prefetch=prefetch)
@@ -61,7 +62,7 @@ class FixedBatches:
         self._consumed: dict[str, Any] | None = None
         """With a prefetch thread, the state after the last batch that was handed out; otherwise None."""
         self._must_go_back = False
-        """True if a closed thread left the stream ahead of `_consumed`: the next batch moves the stream back first."""
+        """True if a closed thread left the stream ahead of `_consumed`. The next batch first moves the stream back."""
         self._is_shared = False
         """True in a worker's copy once its stream is limited to the worker's share of the documents."""
 
@@ -91,9 +92,9 @@ class FixedBatches:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Return the stream's counts, `batches`, `padding_rows` and what was dropped, up to the last batch handed out.
+        """Return the counts up to the last batch handed out: those of the stream, `batches`, `padding_rows`, drops.
 
-        `utilisation` is the share of places in these batches that hold a token of a document.
+        `utilisation` is the share of token places in these batches that hold a token of a document.
         """
         state = self._state()["state"]
         counts = {**state["stream"]["state"]["counts"], **state["counts"]}
@@ -104,7 +105,7 @@ class FixedBatches:
         return {**counts, "utilisation": num_used / num_places if num_places else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch handed out, as JSON; batches that were only made ahead do not count."""
+        """Return the state after the last batch handed out, as JSON. Prefetched batches are not part of it."""
         state: dict[str, Any] = plain(self._state())
         return state
 
@@ -116,11 +117,11 @@ class FixedBatches:
         self._maker.load(saved)
 
     def close(self) -> None:
-        """Stop the thread. Iterating again continues after the last batch that was handed out."""
+        """Stop the prefetch thread. Iterating again continues after the last batch that was handed out."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
-            self._must_go_back = True  # not moved back here, because closing must work when the source fails
+            self._must_go_back = True  # move the stream back later: `close` has to work even if the source fails
 
     def __enter__(self) -> FixedBatches:
         return self
@@ -133,11 +134,11 @@ class FixedBatches:
 
 
 def model_inputs(batches: FixedBatch | Sequence[FixedBatch]) -> PackedBatch:
-    """Turn fixed batches into `(rows, length)` tensors for a model of transformers: a `collate_fn`, a `data_collator`.
+    """Turn fixed batches into `(rows, length)` tensors for a model of transformers, as a collator does.
 
-    `shift_labels` are the targets as they are: a model would shift `labels` once more, and lose the last of each row.
-    Positions begin again with every document, which keeps documents apart on `sdpa`, `eager` and `vlpack` attention
-    without a cache; the 2-D mask is beside the inputs, as `PackedCollator` has it.
+    `shift_labels` has the targets unchanged: the model would shift `labels` a second time and lose the last target of
+    each row. Positions restart with every document. Without a cache, that keeps documents apart on `sdpa`, `eager` and
+    `vlpack` attention. The 2-D mask is kept apart from the inputs (`PackedBatch` says why).
     """
     given = [batches] if isinstance(batches, Mapping) else list(batches)
     rows = {
@@ -164,7 +165,7 @@ def _positions(segments: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _be_known_to_torch() -> None:
-    """Let a `DataLoader` see that these are batches in order; torch itself is never imported for it."""
+    """Register `FixedBatches` as an `IterableDataset`, so that `DataLoader` iterates it; only if torch is imported."""
     if sys.modules.get("torch") is not None:
         from torch.utils.data import IterableDataset
 
@@ -172,7 +173,7 @@ def _be_known_to_torch() -> None:
 
 
 def _worker() -> tuple[int, int] | None:
-    """Return the number of this worker of a `DataLoader`, and how many there are."""
+    """Return (number of this `DataLoader` worker, number of workers); None outside of a worker."""
     if sys.modules.get("torch") is None:
         return None
     from torch.utils.data import get_worker_info
@@ -182,7 +183,7 @@ def _worker() -> tuple[int, int] | None:
 
 
 class _Maker:
-    """Makes the batches; knows nothing of threads."""
+    """Make batches of a stream's windows, and the state after each. Knows nothing of threads."""
 
     def __init__(
         self,
@@ -221,12 +222,12 @@ class _Maker:
             raise StopIteration(self.snapshot()) from None
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state before it is made JSON by `plain`, which takes longer and can wait."""
+        """Return the state, not yet as JSON: `plain` converts it, which takes longer and can wait."""
         state = {"stream": self._stream.snapshot(), "counts": dict(self._counts)}
         return envelope.seal(KIND, {}, state)
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Continue from a state."""
+        """Restore a state that `snapshot` returned."""
         self._stream.load_state_dict(saved["stream"])
         self._counts = Counter(saved["counts"])
 
@@ -261,11 +262,14 @@ class _Maker:
 _STATE = {"stream": envelope.Named(None), "counts": envelope.Named(envelope.Whole())}
 
 
-# -- the thread that works ahead --------------------------------------------------------------------------------------
+# -- the prefetch thread ----------------------------------------------------------------------------------------------
 
 
 class _Shared:
-    """The state that the thread shares with its owner, to which it has no reference, so that it can be collected."""
+    """The state that the prefetch thread shares with its `Prefetcher`.
+
+    The thread has no reference to the `Prefetcher`, so that an abandoned one is garbage-collected and stops the thread.
+    """
 
     def __init__(self, make: Callable[[], Any], depth: int) -> None:
         self.make = make
@@ -276,7 +280,7 @@ class _Shared:
         self.changed = threading.Condition()
 
     def run(self) -> None:
-        """Make items until one raises (the end does), or the owner stops the thread."""
+        """Make items until `make` raises, as it does at the end, or until the owner stops the thread."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: len(self.made) < self.depth or self.is_stopped)
@@ -284,7 +288,7 @@ class _Shared:
                     return
             try:
                 made = self.make()
-            except BaseException as error:
+            except BaseException as error:  # `next` raises it in the consumer; here it would end the thread unseen
                 with self.changed:
                     self.error = error
                     self.changed.notify_all()
@@ -294,14 +298,14 @@ class _Shared:
                 self.changed.notify_all()
 
     def stop(self) -> None:
-        """Let the thread end at its next step."""
+        """Tell the thread to end after the item that it is making."""
         with self.changed:
             self.is_stopped = True
             self.changed.notify_all()
 
 
 class Prefetcher:
-    """Calls `make` ahead of `next`, at most `depth` times; `make` ends it by `StopIteration`."""
+    """Call `make` in a thread, up to `depth` items ahead of `next`. `make` ends the items with `StopIteration`."""
 
     def __init__(self, make: Callable[[], Any], depth: int) -> None:
         self._shared = _Shared(make, depth)
@@ -310,7 +314,7 @@ class Prefetcher:
         self._end = finalize(self, self._shared.stop)
 
     def next(self) -> Any:
-        """Return the oldest item that was made. Raises the error of the thread, with its traceback."""
+        """Return the oldest item. After the last one, raise the error that ended the thread, with its traceback."""
         shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: shared.made or shared.error is not None)
@@ -322,6 +326,6 @@ class Prefetcher:
             raise shared.error
 
     def close(self) -> None:
-        """End the thread and wait until it has; it finishes what it is making."""
+        """End the thread, and wait until it has finished the item that it is making."""
         self._end()
         self._thread.join()

@@ -6,8 +6,9 @@
 >>> blocks["input_ids"]
 [[97, 98, 99, 257, 100, 101], [102, 103, 104, 257]]
 
-What happened to the documents is a column too, `block_counts`, with one record a block: so the numbers add up over
-blocks, calls and processes of `map`. What is in no block is counted with the first block of its call.
+The column `block_counts` says what happened to the documents. It has a record for each block, because `map` calls this
+function in several processes, and columns are all that it collects. Documents that are in no block are counted with the
+first block of their call.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ logger = logging.getLogger(__name__)
 
 Tokens = NDArray[np.int64]
 GREEDY, UNCUT = "greedy", "greedy_uncut"
-"""Here `greedy` cuts documents where a block is full; the core's `greedy`, which cuts nothing, is `greedy_uncut`."""
+"""Here `greedy` cuts documents where a block is full. The strategy `greedy` of `plan`, which cuts nothing, is called
+`greedy_uncut` here."""
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
 
 COLUMN = "block_counts"
 REASONS = tuple(reason for reason in Reason if reason.about.kind is Kind.DOCUMENT)
 OF_A_BLOCK = ("max_length", "documents", "cut_documents", "repeated_tokens", "truncated_documents", "truncated_tokens")
-"""`documents` counts those that begin in the block; `cut_documents` those of them that go on in another one."""
+"""`documents` counts documents that begin in the block; `cut_documents` counts those that continue in another block."""
 LEFT_OUT = tuple(f"{reason.value}_{what}" for reason in REASONS for what in ("pieces", "tokens"))
 NAMES = (*OF_A_BLOCK, "dropped_documents", *LEFT_OUT)
 
@@ -68,8 +70,11 @@ class BlockOptions:
         check_whole(1, "max_length", "min_len", max_length=self.max_length, min_len=self.min_len, max_len=self.max_len)
         check_whole(0, "stride", stride=self.stride)
         is_window = self.packed and self.packing_strategy == WINDOW
-        if self.min_len > self.max_length and not is_window:  # windows only leave out whole documents
-            raise ConfigError(f"min_len={self.min_len} is more than max_length={self.max_length}: no piece is so long")
+        if self.min_len > self.max_length and not is_window:  # `window` compares min_len with whole documents only
+            raise ConfigError(
+                f"min_len={self.min_len} is more than max_length={self.max_length}, so every piece would be left out; "
+                "lower min_len"
+            )
         longest = self.max_length - 1 - self.bos_on_pieces
         if self.stride > longest:
             least = "max_length - 1, and a BOS" if self.bos_on_pieces else "max_length - 1"
@@ -81,7 +86,7 @@ class BlockOptions:
         if self.bos_on_pieces and not self.overflow:
             raise ConfigError("bos_on_pieces is for later pieces, and overflow=False makes none; leave it out")
         if isinstance(self.packing_strategy, str) and self.packing_strategy not in (WINDOW, UNCUT):
-            strategy_named(self.packing_strategy)  # refuses what cannot be found
+            strategy_named(self.packing_strategy)  # raises for an unknown name
         if is_window and (self.stride or self.bos_on_pieces):
             raise ConfigError(
                 "packing_strategy=window cuts without overlap: leave stride and bos_on_pieces out, or take greedy"
@@ -96,20 +101,20 @@ class BlockOptions:
 
     @cached_property
     def cutting(self) -> Cutting:
-        """Say where documents are cut, in the words of the planner."""
+        """Return the rule by which `plan.parts` cuts documents."""
         how = WINDOW if self.is_windowed else "split" if self.overflow else "truncate"
         is_window = self.packed and self.packing_strategy == WINDOW
         return Cutting(
             how=how,
             capacity=self.max_length,
             stride=self.stride,
-            min_len=1 if is_window else self.min_len,  # `window` leaves out whole documents only
+            min_len=1 if is_window else self.min_len,  # `window` leaves out short documents, never short pieces
             num_added=int(self.bos_on_pieces),
         )
 
     @property
     def has_labels(self) -> bool:
-        """Tell whether blocks need a `labels` column, because some tokens may be no targets."""
+        """Tell whether blocks need a `labels` column, because some of their tokens are not trained."""
         return bool(self.stride or self.bos_on_pieces)
 
 
@@ -133,9 +138,9 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
 ) -> dict[str, list[Any]]:
     """Tokenize a batch of documents into blocks of at most `max_length` tokens, for `datasets.map(batched=True)`.
 
-    Every block has `input_ids`, `document_starts` (where its documents, or pieces of them, begin; the first at 0) and
-    `block_counts`, which `block_report` adds up. With a `stride` it has `labels`, in which repeated tokens are -100.
-    `bos_on_pieces` puts BOS before every later piece of a document that is cut, which is no target either.
+    Every block has `input_ids`, `document_starts` (where its documents, or pieces of documents, begin; the first is 0)
+    and `block_counts`, which `block_report` adds up. With a `stride`, it also has `labels`, in which repeated tokens
+    are -100. `bos_on_pieces` puts a BOS before every later piece of a cut document; its label is -100, too.
     """
     edges = edge_tokens(tokenizer_of(tokenizer), add_bos=add_bos, add_eos=add_eos)
     if bos_on_pieces and not add_bos:
@@ -157,18 +162,19 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
     if shuffle_output:
         blocks = [blocks[index] for index in _order(len(blocks), seed)]
     columns = _columns(documents, blocks, options, lost, np.array(edges[0], dtype=np.int64))
-    # `Dataset.map` hands over a batch of its own kind, and stores arrays many times as fast as lists of numbers.
+    # `Dataset.map` passes a batch class of its own, and stores arrays many times faster than lists of numbers. Any
+    # other caller gets lists.
     return columns if type(features).__module__.startswith("datasets.") else _as_lists(columns)
 
 
 def _documents(
     features: Mapping[str, Sequence[Any]], feature: str, tokenizer: Any, edges: tuple[list[int], list[int]]
 ) -> list[Tokens]:
-    """Return the tokens of every document, with BOS and EOS; none for a document that is null or has no token."""
+    """Return the tokens of every document, with BOS and EOS. A document that is null or has no token stays empty."""
     if feature not in features:
         raise DataError(f"the rows have no {feature!r}; they have {', '.join(features)}: name the text with feature=")
     if isinstance(features[feature], str):
-        raise DataError(f"{feature} is one text, not a batch of them; call map with batched=True")
+        raise DataError(f"{feature} is one text, not a batch of texts; call map with batched=True")
     texts = list(features[feature])
     for row, text in enumerate(texts, start=1):
         if text is not None and not isinstance(text, str):
@@ -179,7 +185,7 @@ def _documents(
 
 
 class Piece(NamedTuple):
-    """A part of a document, as it is in a block."""
+    """A part of a document in a block."""
 
     document: int
     part: Part
@@ -188,12 +194,12 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Count the tokens, with those that are repeated or put before."""
+        """Return the number of tokens in the block: those of the part, also repeated ones, and an added BOS."""
         return self.part.length + self.num_added
 
 
 def _blocks(lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:
-    """Return the pieces of every block. Documents and rests that are in no block are counted in `lost`."""
+    """Return the pieces of every block. Documents and pieces that are in no block are counted in `lost`."""
     usable = []
     for document, length in enumerate(lengths):
         reason = _why_left_out(length, options)
@@ -228,14 +234,15 @@ def _windows(usable: list[int], lengths: list[int], options: BlockOptions, lost:
         for piece in _placed(document, parts or [Part(0, 0, text.length)], options):
             packs += packer.push((piece, piece.length))
     blocks: list[list[Any]] = [list(pack.ids) for pack in [*packs, *packer.flush()]]
-    if blocks and sum(piece.length for piece in blocks[-1]) < options.cutting.min_len:  # the rest of one document
+    if blocks and sum(piece.length for piece in blocks[-1]) < options.cutting.min_len:
+        # Every document has at least `min_len` tokens, so such a short last block is the end of a single one.
         (rest,) = blocks.pop()
         count_left_out(lost, Reason.TOO_SHORT, rest.part.num_new, is_whole=False)
     return blocks
 
 
 def _pieces(document: int, length: int, options: BlockOptions, lost: Counter[str]) -> list[Piece]:
-    """Cut one document by itself, and keep what is not too short. Truncated tokens are counted with the blocks."""
+    """Cut a document into pieces. A piece that is too short is counted in `lost`; `_counts` counts truncated tokens."""
     kept = []
     for part in parts_of([Run(length)], options.cutting) or [Part(0, 0, length)]:
         if part.reason is None:
@@ -250,7 +257,7 @@ def _placed(document: int, parts: Iterable[Part], options: BlockOptions) -> list
 
 
 def _grouped(lengths: list[int], options: BlockOptions) -> Iterable[Iterable[int]]:
-    """Decide which pieces share a block: by a plan of them as one buffer, or by the function that was given."""
+    """Decide which pieces share a block, by the given function or by a plan with all pieces in one buffer."""
     if not isinstance(options.packing_strategy, str):
         name = getattr(options.packing_strategy, "__qualname__", repr(options.packing_strategy))
         try:
@@ -305,7 +312,7 @@ def _tokens(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
 
 
 def _labels(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
-    """Return labels that ignore context: an added BOS, and repeated tokens, which the piece before trains."""
+    """Return labels that ignore an added BOS and repeated tokens, because the piece before trains these."""
     labels = _tokens(tokens, piece, bos).copy()
     labels[: piece.num_added + piece.part.num_repeated] = IGNORED
     return labels
@@ -327,22 +334,22 @@ def _counts(
 
 
 def record(counts: Counter[str]) -> dict[str, int]:
-    """Return the numbers of one block under all names, because every call must have the same columns."""
+    """Return the numbers of a block under all names, because every call of `map` must return the same columns."""
     return {name: counts[name] for name in NAMES}
 
 
 def count_left_out(counts: Counter[str], reason: Reason, num_tokens: int, *, is_whole: bool) -> None:
-    """Count a document, or the rest of one, that is in no block."""
+    """Count a document (`is_whole`) or a piece of a document that is in no block."""
     counts["dropped_documents"] += is_whole
     counts[f"{reason.value}_pieces"] += 1
     counts[f"{reason.value}_tokens"] += num_tokens
 
 
 def records(blocks: list[Counter[str]], lost: Counter[str]) -> list[dict[str, int]]:
-    """Make the column: what is in no block goes with the first one; if a call made none, it is only logged."""
+    """Return the column `block_counts`, with `lost` added to the first block. Without any block, log `lost`."""
     if blocks:
         return [record(blocks[0] + lost), *map(record, blocks[1:])]
     if lost:
         said: dict[str, Any] = {name: count for name, count in lost.items() if count}
-        logger.warning("no block is left of these documents, so block_report cannot count them: %s", said)
+        logger.warning("a call made no block of its documents, so block_report cannot count them: %s", said)
     return []

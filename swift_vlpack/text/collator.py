@@ -1,4 +1,4 @@
-"""Collate blocks into a batch: positions restart with every document, padding is seen by no token, labels are set."""
+"""Collate blocks into a batch: positions restart with every document, no token sees padding, and labels are set."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MASK = "attention_mask"
 
 
 class PackedBatch(dict[str, Any]):
-    """The inputs of one step, for `model(**batch)`. The 2-D mask of packed rows is kept beside them.
+    """The inputs of one step, for `model(**batch)`. The 2-D mask of packed rows is not among the items.
 
-    A transformers model that is given a 2-D mask no longer looks at positions (masking_utils), nor does flash-attn at
-    boundaries, and documents would see each other. Padding needs no mask there: it is a segment of its own. So who asks
-    by name finds the mask (`[]`, `in`, `get`, `pop`), and what goes through the items, as `**batch` does, does not.
+    Given a 2-D mask, transformers ignores positions (masking_utils) and flash-attn ignores boundaries, so documents
+    would see each other. Padding needs no mask in packed rows, because it is a segment of its own. So `**batch` and
+    other iteration skip the mask; access by name (`[]`, `in`, `get`, `pop`) finds it.
     """
 
     mask: Any = None
-    """The 2-D mask of packed rows, 0 for padding; None where it is among the inputs."""
+    """The 2-D mask of packed rows, 0 for padding; None if the mask is among the items."""
 
     def to(self, device: Any, non_blocking: bool = False) -> PackedBatch:
         """Move the batch to a device."""
@@ -46,11 +46,11 @@ class PackedBatch(dict[str, Any]):
         return super().__contains__(name) or (name == MASK and self.mask is not None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value under a name, the mask too."""
+        """Return the value of a name, also of the mask."""
         return self.mask if name == MASK and self.mask is not None else super().get(name, default)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Take a value out, the mask too."""
+        """Remove a value and return it, also the mask."""
         if name == MASK and self.mask is not None:
             mask, self.mask = self.mask, None
             return mask
@@ -58,7 +58,7 @@ class PackedBatch(dict[str, Any]):
 
 
 def batch_of(arrays: dict[str, NDArray[Any]], *, is_packed: bool, return_tensors: str) -> PackedBatch:
-    """Make a batch of tensors; or of arrays, with the mask among them, because no model of transformers takes those."""
+    """Make a batch of tensors or of arrays. A mask stays among arrays, because no transformers model takes arrays."""
     if return_tensors == "np":
         return PackedBatch(arrays)
     import torch
@@ -84,14 +84,17 @@ class PackedCollator:
         mask_boundary_loss: bool = True,
         train_on_eos: bool = True,
     ) -> None:
-        """`packed_sequences`: None makes positions where rows say where documents start (by `document_starts`, by
-        `seq_lengths` as TRL's `pack_dataset` makes them, or by `position_ids` that begin again), True always, False
-        never.
+        """Check the options.
 
-        `padding` goes to the longest row, to `max_length`, or to a multiple; no row may exceed `max_length`.
-        `segment_ids` adds those. `cu_seqlens` adds `cu_seq_lens_q` and its kin, as transformers has them, and lays the
-        rows of the batch end to end in one, as variable-length attention reads them.
-        `mask_boundary_loss`: the first token of a document is no target. `train_on_eos=False`: nor is EOS.
+        `packed_sequences`: None makes positions if rows say where documents start (by `document_starts`, by
+        `seq_lengths` as TRL's `pack_dataset` writes them, or by `position_ids` that restart); True always makes them;
+        False never does.
+
+        `padding`: pad to the longest row, to `max_length`, or to a multiple. No row may exceed `max_length`.
+        `segment_ids`: add `segment_ids`, which number the documents of a row from 1. `cu_seqlens`: join the rows of the
+        batch end to end, and add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which
+        variable-length attention reads. `mask_boundary_loss`: do not train the first token of a document.
+        `train_on_eos=False`: do not train EOS.
         """
         self.tokenizer = tokenizer_of(tokenizer)
         self.packed_sequences = packed_sequences
@@ -137,7 +140,7 @@ class PackedCollator:
                 "rows without document_starts have EOS inside. If they are packed documents, keep that column (Trainer "
                 "drops it unless remove_unused_columns=False) or set packed_sequences=True; if not, set it to False"
             )
-        return self.cu_seqlens  # rows in one line must not see each other either
+        return self.cu_seqlens  # this joins rows into one line, so positions have to keep them apart
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         longest = max(lengths)
@@ -148,7 +151,7 @@ class PackedCollator:
             )
 
     def _width(self, longest: int, rows_per_line: int) -> int:
-        """Count the tokens of every line of the batch, with padding."""
+        """Return the padded length of every line of the batch."""
         if self.padding == "longest":
             return longest
         if self.padding == "max_length":
@@ -158,7 +161,7 @@ class PackedCollator:
 
     def _fields(self, row: Block, width: int, is_packed: bool) -> dict[str, NDArray[Any]]:
         num_tokens, pad = len(row.tokens), self._specials.pad
-        pad = (self._specials.eos or 0) if pad is None else pad  # it is masked, so any token will do
+        pad = (self._specials.eos or 0) if pad is None else pad  # padding is masked, so any token will do
         fields = {
             "input_ids": _padded(row.tokens, width, pad),
             "labels": _padded(self._labels(row), width, IGNORED),
@@ -182,7 +185,7 @@ class PackedCollator:
 
 
 def _check(collator: PackedCollator) -> None:
-    """Refuse options that cannot be."""
+    """Raise `ConfigError` for options that are invalid or contradict each other."""
     padding, max_length = collator.padding, collator.max_length
     is_multiple = isinstance(padding, Integral) and not isinstance(padding, bool) and padding >= 1
     if padding not in ("longest", "max_length") and not is_multiple:
@@ -203,18 +206,18 @@ def _check_kind(return_tensors: str) -> None:
 
 
 def _segments(row: Block, is_packed: bool) -> Boundaries:
-    """Return the segments of a row, which must not see one another."""
+    """Return the segments of a row: its documents if it is packed, else the whole row."""
     return row.documents if is_packed else Boundaries((len(row.tokens),))
 
 
 def _lengths(segments: Boundaries, width: int) -> tuple[int, ...]:
-    """Return the lengths of the segments; the padding after them is one more."""
+    """Return the lengths of the segments, and of the padding after them if there is any."""
     num_padding = width - segments.num_tokens
     return (*segments.lengths, *([num_padding] if num_padding else ()))
 
 
 def _boundaries(segments: Boundaries, width: int) -> dict[str, NDArray[Any]]:
-    """Return the fields that variable-length attention reads; padding is a segment of its own."""
+    """Return the fields that variable-length attention reads. Padding counts as a segment."""
     lengths = _lengths(segments, width)
     ends, longest = np.array(Boundaries(lengths).cu_seqlens, dtype=np.int32), np.array(max(lengths))
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
@@ -227,7 +230,7 @@ def _padded(values: NDArray[Any], width: int, value: int) -> NDArray[np.int64]:
 
 
 def _looks_packed(tokens: Any, specials: Specials) -> bool:
-    """Tell whether a document seems to end before the row does; padding at the end does not count."""
+    """Tell whether EOS comes before the last token of the row; padding does not count, even if it is EOS."""
     row = np.asarray(tokens)
     if specials.eos is None:
         return False

@@ -14,7 +14,7 @@ from swift_vlpack.errors import BoundaryError, DataError
 from swift_vlpack.plan.boundaries import Boundaries
 
 IGNORED = -100
-"""The label of a token that is no target."""
+"""Label of a token that is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Specials:
-    """The ids of the tokens that may say where documents meet."""
+    """Ids of the special tokens by which documents can be found; None if the tokenizer has no such token."""
 
     bos: int | None
     eos: int | None
@@ -36,9 +36,10 @@ class Specials:
 
 
 def has_boundaries(feature: Mapping[str, Any]) -> bool:
-    """Tell whether a field of the row says where its documents start; joined data sets have None in such columns.
+    """Tell whether a field of the row says where its documents start.
 
-    These are `document_starts`, `seq_lengths` (of TRL's `pack_dataset`), and `position_ids` that begin again.
+    Such fields are `document_starts`, `seq_lengths` (of TRL's `pack_dataset`), and `position_ids` that restart. None in
+    a field counts as missing: data sets that were joined have None in columns of the other data set.
     """
     if any(feature.get(name) is not None for name in ("document_starts", "seq_lengths")):
         return True
@@ -47,7 +48,7 @@ def has_boundaries(feature: Mapping[str, Any]) -> bool:
 
 
 def read_block(feature: Mapping[str, Any], name: str, specials: Specials, *, by_tokens: bool) -> Block:
-    """Read one row; errors have its `name`. With `by_tokens`, EOS or BOS say where documents start if no field does."""
+    """Read a row. Errors begin with `name`. With `by_tokens`, EOS or BOS mark documents if no field does."""
     tokens = _whole_numbers(feature["input_ids"], f"{name}: input_ids")
     tokens = tokens[: _num_real(feature, len(tokens), name)]
     labels = tokens
@@ -71,7 +72,7 @@ def joined(rows: Sequence[Block]) -> Block:
 
 
 def _num_real(feature: Mapping[str, Any], num_tokens: int, name: str) -> int:
-    """Count the tokens before the padding of a row, by its own mask."""
+    """Return the number of tokens before the padding, by the row's own `attention_mask`."""
     if feature.get("attention_mask") is None:
         return num_tokens
     mask = _whole_numbers(feature["attention_mask"], f"{name}: attention_mask")
@@ -126,7 +127,7 @@ def _from_lengths(lengths: NDArray[np.int64], num_tokens: int, where: str) -> Bo
 
 
 def _from_positions(positions: NDArray[np.int64], num_tokens: int, where: str) -> Boundaries:
-    positions = positions[:num_tokens]  # the rest is padding
+    positions = positions[:num_tokens]  # positions after the tokens are padding
     starts = np.flatnonzero(positions == 0)
     if len(positions) < num_tokens or not len(starts) or starts[0] != 0:
         raise BoundaryError(f"{where} must have a number for each of its {num_tokens} tokens, and begin with 0")
@@ -149,7 +150,7 @@ _BOUNDARY_FIELDS = {
 
 
 def _from_tokens(tokens: list[int], specials: Specials) -> Boundaries:
-    """Find documents by EOS if there is one before the padding, else by BOS; a row with neither is one document."""
+    """Find documents by EOS, or by BOS if there is no EOS. A row with neither is one document."""
     eos, bos, pad = specials.eos, specials.bos, specials.pad
     if eos is not None and eos in tokens:
         return Boundaries.from_tokens(tokens, eos_id=eos, pad_id=pad)
@@ -172,7 +173,7 @@ def _whole_numbers(values: Any, what: str) -> NDArray[np.int64]:
 def positions_of(
     input_ids: Any, eos_token_id: int | None = None, *, document_starts: Sequence[int] | None = None
 ) -> NDArray[np.int64]:
-    """Return positions that begin again with every document of one row: after each EOS, or where `document_starts` say.
+    """Return positions that restart with every document of a row: after each EOS, or at `document_starts`.
 
     >>> positions_of([5, 6, 1, 7, 1], eos_token_id=1).tolist()
     [0, 1, 2, 0, 1]
@@ -189,13 +190,13 @@ def positions_of(
 
 
 def document_starts_of(input_ids: Any, eos_token_id: int | None) -> list[int]:
-    """Return where the documents of one row start, by the EOS at the end of each.
+    """Return the starts of the documents of a row, each of which ends with EOS.
 
     >>> document_starts_of([5, 6, 1, 7, 1], 1)
     [0, 3]
     """
     tokens = _whole_numbers(input_ids, "input_ids")
     if eos_token_id is None:
-        raise DataError("documents are found by EOS, and there is none; give eos_token_id, or document_starts")
+        raise DataError("documents are found by EOS, but eos_token_id is None; give eos_token_id, or document_starts")
     ends = np.flatnonzero(tokens[:-1] == eos_token_id) + 1
     return [0, *ends.tolist()] if len(tokens) else []

@@ -1,4 +1,4 @@
-"""Read text files as documents: a line, a paragraph or a JSON row each. A place is a byte, so nothing is read twice."""
+"""Read text files as documents: each is a line, a paragraph or a JSON row. A position is a byte, so resuming seeks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ _OTHER_FORMATS = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "pa
 _OTHER_FORMATS |= {".gz": "text", ".zst": "text"}
 _LIKE_A_FILE = re.compile(r"[^\s<>|]+\.(txt|text|md|jsonl|json|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
 _BOM = b"\xef\xbb\xbf"
-_NUM_HEAD_BYTES = 1 << 16  # enough to know a file again, and read in no time
+_NUM_HEAD_BYTES = 1 << 16
+"""Bytes at the beginning of a file that its digest covers: enough to recognize a file, and quick to read."""
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 class LocalText:
-    """UTF-8 files, one after the other. A blank line is no document, and ends a paragraph.
+    """Read UTF-8 files, one after the other. A blank line is no document, and ends a paragraph.
 
-    Without `document`, a `.jsonl` file has a document a row, under `text_key`, and any other file one a line.
+    Without `document`, each row of a `.jsonl` file is a document, with its text under `text_key`; in any other file,
+    each line is.
     """
 
     can_fetch = True
@@ -46,11 +48,11 @@ class LocalText:
         self._file: BinaryIO | None = None
 
     def start(self, epoch: int) -> None:
-        """Go to the first document; all epochs are the same."""
+        """Move to the first document. All epochs are the same."""
         self.load([0, 0])
 
     def read(self) -> Document | None:
-        """Return the document at the cursor, or the first one after it."""
+        """Return the next document; None after the last file."""
         while self._place[0] < len(self._paths):
             if self._file is None:
                 self._file = self._paths[self._place[0]].open("rb")
@@ -65,11 +67,11 @@ class LocalText:
         return None
 
     def state(self) -> Any:
-        """Return the numbers of the file and the byte."""
+        """Return the position: the number of the file, and the byte in it."""
         return list(self._place)
 
     def load(self, state: Any) -> None:
-        """Move to a place; the file is opened when it is read."""
+        """Move to a position returned by `state()`. The next `read` opens the file."""
         self._close()
         self._place = [int(number) for number in state]
 
@@ -80,7 +82,7 @@ class LocalText:
             return self._decoded(_next_document(file, self._documents[address[0]])[1], address)
 
     def fingerprint(self) -> Any:
-        """Return how documents are read, and size and a digest of the beginning of every file."""
+        """Return how documents are read, and for every file its size and a digest of its beginning."""
         return [self._documents, self._text_key, [[path.stat().st_size, _digest_of_head(path)] for path in self._paths]]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +98,8 @@ class LocalText:
             file.close()
 
     def _decoded(self, lines: list[bytes], address: list[int]) -> str | None:
-        content = b"".join(lines) if len(lines) > 1 else lines.pop()  # no second copy of a line, which may be large
+        # Avoid a second copy of a single line, which may be large.
+        content = b"".join(lines) if len(lines) > 1 else lines.pop()
         content = content.removeprefix(_BOM) if address[1] == 0 else content
         where = f"{self._paths[address[0]]}: the document at byte {address[1]}"
         is_row = self._documents[address[0]] == ROW
@@ -104,10 +107,10 @@ class LocalText:
             text = content.decode("utf-8")
             row = json.loads(text) if is_row else None
         except UnicodeDecodeError as error:
-            raise DataError(f"{where} is no UTF-8 ({error.reason}); convert it") from None
+            raise DataError(f"{where} is not UTF-8 ({error.reason}); convert the file") from None
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{where} is no JSON ({error.msg}); mend the row, or read lines as they are: local_text(..., "
+                f"{where} is not JSON ({error.msg}); repair the row, or read lines as they are: local_text(..., "
                 f"document={LINE!r})"
             ) from None
         return text_of(row, self._text_key, where) if is_row else text.replace("\r\n", "\n").rstrip("\n")
@@ -119,7 +122,7 @@ def _check_file(path: Path, document: str | None) -> None:
     form = _OTHER_FORMATS.get(path.suffix.lower())
     if form is not None and document is None:
         raise DataError(
-            f"{path} is no plain text: give datasets.load_dataset({form!r}, data_files={str(path)!r}, "
+            f"{path} is not plain text: give datasets.load_dataset({form!r}, data_files={str(path)!r}, "
             f"split='train'), or its lines as they are: local_text(..., document={LINE!r})"
         )
 
@@ -127,8 +130,8 @@ def _check_file(path: Path, document: str | None) -> None:
 def paths_in(given: Any) -> list[Any] | None:
     """Return the paths of a source that is one path or a list of paths; None for any other source.
 
-    Texts and file names are both strings. A list of strings counts as paths if the files exist; a list that only looks
-    like file names is refused, because nobody trains on file names.
+    Texts and file names are both strings. A list whose first string looks like a file name, or names a file, is a list
+    of paths. Raises `DataError` if one of them does not exist, because otherwise the file name itself would be trained.
     """
     if isinstance(given, (str, os.PathLike)):
         return [given]
@@ -152,15 +155,16 @@ def _is_path(one: Any) -> bool:
 
 
 def local_text(paths: Paths, document: str | None = None, text_key: str = "text") -> LocalText:
-    """Return text files for `TextStream`; a document is a `line`, a `paragraph` (to a blank line), or a `row` of JSON.
+    """Return a source of text files for `TextStream`.
 
-    By default it is a row in `.jsonl` files, whose text is under `text_key`, and a line in others.
+    `document` says what a document is: a `line`, a `paragraph` (up to a blank line), or a `row` of JSON. The default is
+    `row` for `.jsonl` files, whose text is under `text_key`, and `line` for all others.
     """
     return LocalText(paths, document, text_key)
 
 
 def _next_document(file: BinaryIO, document: str) -> tuple[int, list[bytes]]:
-    """Return where the next document starts, and its lines; no lines at the end of the file."""
+    """Return (start of the next document, its lines); no lines at the end of the file."""
     start = file.tell()
     while (line := file.readline()) and not line.removeprefix(_BOM).strip():
         start = file.tell()

@@ -1,4 +1,4 @@
-"""Read the documents of a source, epoch after epoch: shuffle within a buffer, and retry reads that fail."""
+"""Read the documents of a source epoch by epoch, shuffle them within a buffer, and retry reads that fail."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from swift_vlpack.text.sources import Document, Source
 logger = logging.getLogger(__name__)
 
 _KEYS_AT_A_TIME = 256
+"""Random numbers of the shuffle that are drawn at a time, because a call for each document would be slow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,16 +25,16 @@ class ReadOptions:
     """The options of reading a source."""
 
     shuffle_buffer_size: int = 0
-    """Documents to draw the next one from; 0 or 1 keeps their order."""
+    """Documents in the buffer from which the next one is drawn; 0 or 1 keeps the order of the source."""
     seed: int = 0
     repeat: bool = False
-    """Start again at the end, for ever."""
+    """Begin another epoch at the end of the source, without end."""
     max_retries: int = 3
     """How often a read that failed is tried again."""
     retry_delay_sec: float = 1.0
     """Wait before the first retry; twice as long before each further one."""
     rank: int = 0
-    """Number of this reader: it keeps each document whose number, modulo `num_ranks`, equals `rank`."""
+    """Number of this reader. It keeps every document whose number modulo `num_ranks` is `rank`."""
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class ReadOptions:
 
 
 class Documents:
-    """The documents in the order in which they are used. `sleep` is called between retries."""
+    """Yield the documents of a source in the order of training, by `read`. `sleep` waits between retries."""
 
     def __init__(self, source: Source, options: ReadOptions, sleep: Callable[[float], object]) -> None:
         self._source = source
@@ -60,7 +61,7 @@ class Documents:
         self.epoch = 0
         self._num_read = self._num_drawn = 0  # of the epoch
         self._is_read_out = False
-        """The source has no more documents in this epoch; the buffer may."""
+        """True once the source has no more documents in this epoch. The buffer may still hold some."""
 
     def read(self) -> Document | None:
         """Return the next document; None if there is none left."""
@@ -77,7 +78,7 @@ class Documents:
             self._begin(self.epoch + 1)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the position. Documents in the buffer are saved by address if the source can fetch them again."""
+        """Return the position. A document in the buffer is saved by its address if the source can fetch it again."""
         return {
             "epoch": self.epoch,
             "source": self._source.state() if self._is_started else None,
@@ -88,7 +89,7 @@ class Documents:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Restore a position returned by `state()`."""
+        """Restore a position returned by `snapshot()`."""
         self._is_started = saved["source"] is not None
         if self._is_started:
             self._retried(lambda: self._source.load(saved["source"]))
@@ -100,7 +101,7 @@ class Documents:
 
     @property
     def is_started(self) -> bool:
-        """Tell whether a document was asked for."""
+        """Tell whether reading has begun."""
         return self._is_started
 
     def fetch(self, address: Any) -> str | None:
@@ -120,7 +121,8 @@ class Documents:
         if not self._is_started:
             self._begin(self.epoch)
         while not self._is_read_out and len(self._held) < max(1, self._options.shuffle_buffer_size):
-            # After an error an iterator is at its end and may have skipped a row: the source returns to its position.
+            # An iterator that raised is at its end and may have skipped a row, so the source moves back to its position
+            # before a retry.
             document = self._retried(self._source.read, lambda: self._source.load(self._source.state()))
             if document is None:
                 self._is_read_out = True
@@ -130,7 +132,7 @@ class Documents:
                 self._num_read += 1
 
     def _drawn(self, num_held: int) -> int:
-        """Return the index of the next document in the buffer: a function of seed, epoch and number drawn so far."""
+        """Return the index of the next document in the buffer. It depends only on seed, epoch and the number drawn."""
         if self._options.shuffle_buffer_size < 2:
             return 0
         chunk, at = divmod(self._num_drawn, _KEYS_AT_A_TIME)
@@ -140,14 +142,14 @@ class Documents:
         return self._keys[2][at] % num_held
 
     def _retried(self, action: Callable[[], Any], recover: Callable[[], Any] = lambda: None) -> Any:
-        """Run `action`. After an error wait, run `recover` and retry, up to `max_retries` times."""
+        """Run `action`. After an error, wait, run `recover` and retry, up to `max_retries` times."""
         for attempt in range(self._options.max_retries + 1):
             try:
                 if attempt:
                     recover()
                 return action()
-            except VLPackError:  # noqa: PERF203 - an attempt more is what the loop is for
-                raise
+            except VLPackError:  # noqa: PERF203 - retrying is what the loop is for
+                raise  # broken data or options stay broken
             except Exception as error:
                 self._wait_or_give_up(attempt, error)
         raise AssertionError("the last attempt returns or raises")

@@ -1,4 +1,4 @@
-"""Report on a data set of blocks: what became of the documents, and what single blocks hold."""
+"""Report on a data set of blocks: what became of the documents, and what single blocks look like."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swift_vlpack.text.documents import Specials, has_boundaries, read_block
 from swift_vlpack.words import counted
 
 Facts = tuple[int, int | None, Mapping[str, int] | None]
-"""Of a block: its tokens, where `document_starts` is there its pieces, and where it has them its counts."""
+"""(number of tokens, number of pieces, counts) of a block; None for columns that the data set does not have."""
 
 _ROWS_AT_A_TIME = 1000
 _NUM_BARS = 10
@@ -24,11 +24,12 @@ _NUM_IDS = 24
 
 
 def block_report(dataset: Any, *, max_length: int | None = None, num_documents: int | None = None) -> dict[str, Any]:
-    """Print and return what a data set of blocks holds and what is in none of them, as plain numbers.
+    """Print and return the counts of a data set of blocks: documents in blocks, and documents left out.
 
-    `dataset` is what `datasets.map(block_tokenize)` made (or what one call returned). Blocks of another tool have no
-    `block_counts`: their capacity is `max_length`, or else the longest block. With `num_documents`, how many there were
-    to begin with, those of calls that left no block, and so no counts, are `uncounted_documents`.
+    `dataset` is the result of `datasets.map(block_tokenize)`, or of one call. Blocks of another tool have no
+    `block_counts`: their capacity is `max_length`, or the longest block if that is not given. A call of `map` that made
+    no block has no counts either. Give `num_documents`, the number of all documents, to have these as
+    `uncounted_documents`.
     """
     totals, fills = _totals(_facts(dataset))
     if not totals["blocks"]:
@@ -88,7 +89,7 @@ def _facts_of_table(table: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _totals(blocks: Iterable[Facts]) -> tuple[Counter[str], Counter[int]]:
-    """Add everything up. Returns the sums, and the number of blocks by their tokens."""
+    """Add up the facts of all blocks. Returns the sums, and the number of blocks for each number of tokens."""
     totals: Counter[str] = Counter()
     fills: Counter[int] = Counter()
     for num_tokens, num_starts, counts in blocks:
@@ -104,7 +105,7 @@ def _totals(blocks: Iterable[Facts]) -> tuple[Counter[str], Counter[int]]:
 
 
 def _histogram(fills: Counter[int], capacity: int) -> dict[str, int]:
-    """Count blocks by how full they are, in tenths; tenths without a block are left out."""
+    """Count blocks by fill, in tenths. Tenths without a block are left out."""
     bars: Counter[int] = Counter()
     for num_tokens, num_blocks in fills.items():
         bars[min(_NUM_BARS - 1, num_tokens * _NUM_BARS // capacity)] += num_blocks
@@ -123,7 +124,7 @@ def _text(report: Mapping[str, Any]) -> str:
         f"{_by_reason(report['dropped'])}",
     ]
     if "uncounted_documents" in report:
-        lines.append(f"uncounted    {counted(report['uncounted_documents'], 'document')} of calls that left no block")
+        lines.append(f"uncounted    {counted(report['uncounted_documents'], 'document')} of calls that made no block")
     most = max(report["histogram"].values())
     for fill, num_blocks in report["histogram"].items():
         lines.append(f"{fill:>8}  {'#' * max(1, round(_BAR_WIDTH * num_blocks / most))} {num_blocks}")
@@ -145,7 +146,7 @@ def saved_blocks(folder: Path) -> Any:
         raise ConfigError(f"{folder}: these are several data sets; name one of them: {', '.join(splits)}")
     if not (folder / "state.json").is_file():
         raise ConfigError(
-            f"{folder} is no data set that `save_to_disk` wrote; name such a folder, or give the --model of the run "
+            f"{folder} is not a data set that `save_to_disk` wrote; name such a folder, or give the --model of the run "
             "whose packs you want to see"
         )
     from datasets import load_from_disk
@@ -159,7 +160,7 @@ def saved_blocks(folder: Path) -> Any:
 
 
 def examples_of(blocks: Any, num_examples: int, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """Describe the first blocks: tokens, features, and of every document its place and, with a tokenizer, its text."""
+    """Describe the first blocks: tokens, features, and the place of every document; with a tokenizer also its text."""
     return [_example(blocks[number], number, tokenizer) for number in range(min(num_examples, len(blocks)))]
 
 
@@ -181,7 +182,7 @@ def _example(block: Mapping[str, Any], number: int, tokenizer: Any) -> dict[str,
 
 
 def text_of_examples(examples: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a terminal."""
+    """Yield the lines that show examples in a terminal."""
     for example in examples:
         documents = example["documents"]
         yield (

@@ -1,6 +1,6 @@
-"""Read documents from anything that has rows or texts: one after the other, with addresses, and a place as JSON.
+"""Read documents from anything that has rows or texts. The position of a source is JSON, so that a stream can resume.
 
-A source that can `fetch` a document by its address lets states hold addresses in place of texts.
+If a source can `fetch` a document by its address, saved states hold addresses, otherwise texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swift_vlpack.words import counted
 logger = logging.getLogger(__name__)
 
 _PROVING_ROWS = 8
-"""Rows that are read again, at least, to prove that a data set was moved to the right place."""
+"""Fewest rows that are read again to prove that a data set was moved to the right position."""
 
 
 class Document(NamedTuple):
@@ -38,26 +38,26 @@ class Source(Protocol):
     can_fetch: bool
 
     def start(self, epoch: int) -> None:
-        """Go to the first document of an epoch."""
+        """Move to the first document of an epoch."""
 
     def read(self) -> Document | None:
         """Return the next document; None at the end of the epoch. After an error, `load(state())` reads it again."""
 
     def state(self) -> Any:
-        """Return the place, as JSON."""
+        """Return the position, as JSON."""
 
     def load(self, state: Any) -> None:
-        """Restore a place returned by `state()`."""
+        """Restore a position returned by `state()`."""
 
     def fetch(self, address: Any) -> str | None:
-        """Return the text of a document."""
+        """Return the text of the document at an address. Only called if `can_fetch`."""
 
     def fingerprint(self) -> Any:
         """Return what must be equal for a state to mean the same documents."""
 
 
 def text_of(row: Any, text_key: str, where: str) -> str | None:
-    """Return the text of a row: the row itself, or its field `text_key`."""
+    """Return the text of a row, which is a text itself or has it in the field `text_key`. Raises `DataError`."""
     found = row
     if isinstance(row, Mapping):
         if text_key not in row:
@@ -69,7 +69,7 @@ def text_of(row: Any, text_key: str, where: str) -> str | None:
 
 
 class RowSource:
-    """Rows that can be read by number: a list, or a data set with a length."""
+    """Read rows by number, from a list or a data set with a length."""
 
     can_fetch = True
 
@@ -80,11 +80,11 @@ class RowSource:
         self._next = 0
 
     def start(self, epoch: int) -> None:
-        """Go to the first row; all epochs are the same."""
+        """Move to the first row. All epochs are the same."""
         self._next = 0
 
     def read(self) -> Document | None:
-        """Return the row at the cursor."""
+        """Return the next row."""
         if self._next >= len(self._rows):
             return None
         document = Document(self.fetch(self._next), self._next)
@@ -96,7 +96,7 @@ class RowSource:
         return self._next
 
     def load(self, state: Any) -> None:
-        """Move to a row by its number; nothing is read."""
+        """Move to a row by its number. Reads nothing."""
         self._next = int(state)
 
     def fetch(self, address: Any) -> str | None:
@@ -110,28 +110,29 @@ class RowSource:
 
 
 class _Anchor(NamedTuple):
-    """A position that a data set can be moved to: one at which the next row changes the data set's own state."""
+    """A position that a data set can be moved to: its innermost state changes with the next row."""
 
     num_read: int
-    digest: str  # of the rows before
-    state: Any  # the data set's own; None at the start of the epoch
-    state_after: str  # the digest of its innermost state after the next row
+    digest: str  # digest of all rows before
+    state: Any  # the data set's own state; None at the start of the epoch
+    state_after: str  # digest of the innermost state after the next row
 
 
 class StreamSource:
-    """Rows that come in order only: a Hugging Face streaming data set, or a function that makes an iterator.
+    """Read rows that come in order only: a Hugging Face streaming data set, or a function that makes an iterator.
 
-    A data set with a `state_dict` is moved to a place a few rows back and read on from there; others are read again
-    from the start. States of data sets may skip rows (those of datasets 4.8 do, after `map`, `filter`, `rename_column`
-    and `interleave_datasets`), so the place is proved: the rows on the way must be the same, and the data set's own
-    state must change with the same rows, to the same values. A text that repeats proves nothing by itself.
+    To resume, a data set with a `state_dict` is moved to a position a few rows back and read on from there; any other
+    source is read again from the start. Data sets may skip rows when a state is loaded (datasets 4.8 does after `map`,
+    `filter`, `rename_column` and `interleave_datasets`). So the new position is proved: the rows read on the way must
+    be the same as before, and the data set's own state must change at the same rows, to the same values. Equal rows
+    alone prove nothing, because texts may repeat.
     """
 
     can_fetch = False
 
     def __init__(self, rows: Any, text_key: str, name: str) -> None:
         self.name = name
-        # Copied here, not in a thread that reads ahead, because the caller may change its own data set meanwhile.
+        # Copy the data set here and not in the prefetch thread: the caller may change its own data set meanwhile.
         self._given = rows if callable(rows) else _unused(rows)
         self._text_key = text_key
         self.num_shards: int | None = rows.num_shards if hasattr(rows, "_ex_iterable") else None
@@ -144,10 +145,10 @@ class StreamSource:
         self._place: Any = None
         """The data set's own state after the last row; None at the start, or if the data set has no state."""
         self._anchors: deque[_Anchor] = deque()
-        """Enough anchors to prove the position by several rows, the oldest first."""
+        """The latest anchors, oldest first: enough to prove the position by `_PROVING_ROWS` rows."""
 
     def start(self, epoch: int) -> None:
-        """Start the epoch from its beginning, whatever was read before."""
+        """Move to the first row of an epoch."""
         self._epoch, self._num_read, self._digest, self._place = epoch, 0, "", None
         self._anchors = deque()
         self._rows = self._given() if callable(self._given) else _unused(self._given)
@@ -167,12 +168,12 @@ class StreamSource:
         return None
 
     def state(self) -> Any:
-        """Return epoch, rows read and their digest, the oldest anchor, and the proof of the place."""
+        """Return epoch, number of rows read, their digest, the oldest anchor, and the proof of the position."""
         anchor = self._anchors[0][:3] if self._anchors else None
         return [self._epoch, self._num_read, self._digest, anchor, self._proof()]
 
     def load(self, state: Any) -> None:
-        """Move to a saved position, or read all rows up to it, with a warning.
+        """Move to a saved position; if that is not possible, warn and read all rows up to it.
 
         Raises `DataError` if the rows up to the position are not the same as before.
         """
@@ -182,13 +183,16 @@ class StreamSource:
             self._move(*anchor)
             if self._reads(num_read, digest) and self._proof() == proof:
                 return
-            logger.warning("%s: its own state leads elsewhere; its first %d rows are read again", self.name, num_read)
+            logger.warning(
+                "%s: its own state leads to another position, so its first %d rows are read again", self.name, num_read
+            )
             self.start(epoch)
         elif num_read > _PROVING_ROWS:
-            logger.warning("%s cannot seek beyond its first %d rows: they are read again", self.name, num_read)
+            logger.warning("%s cannot seek, so its first %d rows are read again", self.name, num_read)
         if not self._reads(num_read, digest):
             raise DataError(
-                f"{self.name}: the first {num_read} rows of epoch {epoch} are not what they were; the data has changed"
+                f"{self.name}: the first {num_read} rows of epoch {epoch} are not those of the saved state: the data "
+                "has changed; restore it, or load no state"
             )
 
     def fetch(self, address: Any) -> str | None:
@@ -196,14 +200,14 @@ class StreamSource:
         raise NotImplementedError
 
     def fingerprint(self) -> Any:
-        """Return None: nothing is known of a stream before it is read."""
+        """Return None: a stream can be identified only by reading it, which `load` does."""
         return None
 
     def _remember(self, state: Any) -> None:
-        """Keep an anchor where the innermost state of the data set changed with this row.
+        """Keep an anchor if the innermost state of the data set changed with this row.
 
-        A data set that reads chunks counts all rows of a chunk as read with its first one: a place within the chunk is
-        reached by its position, and a state that is taken there skips the rest of the chunk.
+        A data set that reads in chunks counts all rows of a chunk as read with the first one. A state that is saved
+        within a chunk would skip the rest of the chunk, so only the first row of a chunk makes an anchor.
         """
         digest = _digest(json.dumps(plain(_innermost(state)), sort_keys=True, default=repr))
         if not self._anchors or digest != self._anchors[-1].state_after:
@@ -217,12 +221,12 @@ class StreamSource:
         return _digest(json.dumps([changes, plain(self._place)], sort_keys=True, default=repr))
 
     def _move(self, num_read: int, digest: str, place: Any) -> None:
-        self._rows.load_state_dict(copy.deepcopy(place))  # because data sets keep, and change, what they are given
+        self._rows.load_state_dict(copy.deepcopy(place))  # a data set keeps this object and changes it
         self._iterator = iter(self._rows)
         self._num_read, self._digest, self._place = num_read, digest, place
 
     def _reads(self, num_read: int, digest: str) -> bool:
-        """Read on to row `num_read`, and tell whether the digest of all rows up to there is `digest`."""
+        """Read on to row `num_read`. Returns whether the digest of all rows up to there is `digest`."""
         while self._num_read < num_read:
             if self.read() is None:
                 return False
@@ -230,16 +234,16 @@ class StreamSource:
 
 
 def _innermost(state: Any) -> Any:
-    """Return the state of the rows at the source, inside those of what a Hugging Face data set does with them."""
+    """Return the state of the source of a Hugging Face data set, inside the states of `map`, `filter` and the like."""
     while isinstance(state, dict) and "examples_iterable" in state:
         state = state["examples_iterable"]
     return state
 
 
 def shares_among_workers(source: Source, num_workers: int) -> bool:
-    """Tell whether the rows share themselves among the workers of a loader, as those of Hugging Face streams do.
+    """Tell whether a source divides its rows among loader workers by itself, as Hugging Face streams do.
 
-    They share whole shards, so a worker more would have no row at all.
+    Raises `ConfigError` if there are more workers than shards: a worker gets whole shards, so some would have no row.
     """
     if not isinstance(source, StreamSource) or source.num_shards is None:
         return False
@@ -256,7 +260,7 @@ def _digest(text: str | None) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return the value as JSON has it."""
+    """Convert a value to what JSON can hold."""
     if isinstance(value, dict):
         return {str(name): plain(inside) for name, inside in value.items()}
     if isinstance(value, (list, tuple)):
@@ -268,34 +272,39 @@ def source_of(given: Any, text_key: str) -> Source:
     """Make a source of anything that has rows or texts."""
     name = type(given).__name__
     if isinstance(given, Mapping):
-        raise DataError(f"these are several data sets ({', '.join(map(str, given))}); give one of them")
+        raise DataError(f"the source is several data sets ({', '.join(map(str, given))}); give one of them")
     if all(hasattr(given, method) for method in ("start", "read", "state", "load", "fetch", "fingerprint")):
         source: Source = given
         return source
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         return RowSource(given, text_key, name)
     if isinstance(given, Iterator):
-        raise DataError(f"a {name} can be read once and never again from its place; give the function that makes it")
+        raise DataError(
+            f"a {name} can be read once only, so a stream of it cannot resume; give a function that makes it"
+        )
     if callable(given) or isinstance(given, Iterable):
         return StreamSource(given, text_key, getattr(given, "__name__", name))
-    raise DataError(f"a {name} is no source of documents; give paths, a data set, a list, or a function of an iterator")
+    raise DataError(
+        f"a {name} is not a source of documents; give paths, a data set, a list, or a function that makes an iterator"
+    )
 
 
 def _unused(rows: Any) -> Any:
-    """Return a copy of rows that remember their place; other rows start again by themselves."""
+    """Return a copy of rows that remember their position. Other rows start again by themselves."""
     if not hasattr(rows, "load_state_dict"):
         return rows
     try:
         return copy.deepcopy(rows)
-    except TypeError:  # something in it that has no copy, such as an open file
+    except TypeError:  # the data set holds something that cannot be copied, such as an open file
         return rows
 
 
 def _forgets(rows: Any) -> bool:
-    """Tell whether a Hugging Face data set holds rows that its own state does not have.
+    """Tell whether a Hugging Face data set holds rows that its own state leaves out.
 
-    Shuffle buffers are lost, and batches that a `map` cuts anew, or that several data sets take turns in, may begin
-    within a chunk that the state counts as read. The library has no public way to ask.
+    States have no shuffle buffers. And if a batched `map` regroups rows, or several data sets take turns, a batch may
+    begin within a chunk that the state counts as read. The library has no public way to ask, so this looks at the names
+    of its classes.
     """
     found: list[Any] = [getattr(rows, "_ex_iterable", None)]
     while found:

@@ -1,4 +1,4 @@
-"""Turn a stream of documents into windows of one length: tokens, and the document that each belongs to."""
+"""Turn a stream of documents into windows of one length: the tokens, and the number of the document of each token."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _OF_READING = ("shuffle_buffer_size", "seed", "repeat", "rank", "num_ranks")
 
 
 class Window(NamedTuple):
-    """A window of `seq_len + 1` tokens, from which `seq_len` inputs and labels are made."""
+    """A window of `seq_len + 1` tokens: `seq_len` inputs, and the targets, which are shifted by one."""
 
     tokens: Tokens  # (seq_len + 1,)
-    segment_ids: Tokens  # (seq_len + 1,): from 1, one more with every document, 0 for padding
+    segment_ids: Tokens  # (seq_len + 1,): 1, 2, ... for the documents in order, 0 for padding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class WindowOptions:
         if self.packing_strategy == WINDOW:
             raise ConfigError(f"packing_strategy=window is packing_mode={SEQUENTIAL!r}; set that, or another strategy")
         if self.packing_mode == BIN:
-            self.of_packer()  # refuses what cannot be
+            self.of_packer()  # raises for options that the packer refuses
 
     def of_packer(self) -> PackingConfig:
         """Return the options of the packer."""
@@ -70,10 +70,10 @@ class WindowOptions:
 
 
 class TextStream:
-    """A stream of windows, with documents in order (`sequential`) or packed (`bin`). Its place is JSON at every window.
+    """Iterate over windows of documents, in order (`sequential`) or packed (`bin`). Can be saved after every window.
 
-    `source` is a path or several (of text, or of `.jsonl` rows), what `local_text` returns, a data set of Hugging Face,
-    streaming or not, a list of texts or rows, or a function that makes an iterator of them.
+    `source` is a path or a list of paths (of text or `.jsonl` files), the result of `local_text`, a data set of Hugging
+    Face, streaming or not, a list of texts or rows, or a function that makes an iterator of texts or rows.
     """
 
     def __init__(  # noqa: PLR0913 - one line of options, which two frozen objects check
@@ -101,9 +101,9 @@ class TextStream:
     ) -> None:
         """Check the options. `packing_strategy`, `packing_buffer_docs` and `packing_max_docs_per_bin` apply to bins.
 
-        `max_doc_tokens` truncates documents and counts what that costs. A read that fails is tried `max_retries` times
-        again, after `retry_delay_sec`, then twice that, and so on. Each of `num_ranks` streams reads all documents and
-        keeps its share of them, so together they have every document once.
+        `max_doc_tokens` truncates documents, and counts the truncated tokens. A read that fails is retried up to
+        `max_retries` times, after `retry_delay_sec`, then twice that, and so on. Each of `num_ranks` streams reads all
+        documents and keeps its share, so that all streams together have every document once.
         """
         self.options = WindowOptions(
             seq_len=seq_len,
@@ -135,7 +135,7 @@ class TextStream:
 
     @property
     def pad_token_id(self) -> int:
-        """Return the token of padding, which is no target and in no segment."""
+        """Return the token that pads windows: PAD, else EOS, else 0. Padding is never trained."""
         for name in ("pad", "eos"):
             found = token_id(self.tokenizer, name)
             if found is not None:
@@ -153,12 +153,12 @@ class TextStream:
         return self._window(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream, as JSON."""
+        """Return the position in the stream, as JSON."""
         state: dict[str, Any] = plain(self.snapshot())
         return state
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state before it is made JSON by `plain`, which takes longer and can wait."""
+        """Return the state, not yet as JSON: `plain` converts it, which takes longer and can wait."""
         state = {
             "documents": self._documents.snapshot(),
             "windows": self._windows.snapshot(),
@@ -178,7 +178,7 @@ class TextStream:
         self.counts = Counter(saved["counts"])
 
     def share(self, worker: int, num_workers: int) -> None:
-        """Keep the share of one of several workers that have a copy of this stream each."""
+        """Limit this copy of the stream to the share of a loader worker. Raises `ConfigError` once it has been read."""
         if self._documents.is_started:
             raise ConfigError(
                 f"a stream that has begun cannot be shared among {num_workers} workers: each would go on with the same "
@@ -206,7 +206,7 @@ class TextStream:
         self.counts = Counter()
 
     def _read(self) -> None:
-        """Read one document more, or the end of the stream."""
+        """Read the next document into the windows, or end them."""
         document = self._documents.read()
         if document is None:
             self._is_over = True
@@ -220,7 +220,10 @@ class TextStream:
             return
         self.counts[f"{Reason.EMPTY_DOCUMENT.value}s"] += 1
         if self._documents.epoch > self._epoch_of_tokens + 1:
-            raise DataError(f"{self._source.name}: no document of a whole epoch has a token; repeating it has no end")
+            raise DataError(
+                f"{self._source.name}: no document of a whole epoch has a token, so repeat=True would never make a "
+                "window"
+            )
 
     def _encoded(self, text: str | None, counts: Counter[str]) -> Tokens:
         if text is None:
@@ -233,7 +236,7 @@ class TextStream:
         return edged(ids, self._edges)
 
     def _fetcher(self) -> Fetch:
-        """Return a function that tokenizes documents again, each once, without counting them again."""
+        """Return a function that fetches and tokenizes a document by its address, once, without counting it again."""
         known: dict[str, Tokens] = {}
 
         def fetch(address: Any) -> Tokens:
@@ -257,7 +260,7 @@ class TextStream:
 
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
-        """Return what a state belongs to. Cached, because asking the source may read rows."""
+        """Return what must be equal for a state to be loaded. Cached, because asking the source may read rows."""
         reading = {name: getattr(self._reading, name) for name in _OF_READING}
         special = [token_id(self.tokenizer, name) for name in ("bos", "eos", "pad")]
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None

@@ -6,24 +6,24 @@ text_key: text  # the field of a row that has its text
 tokenizer: byte  # byte, or the name or folder of a tokenizer of transformers
 seq_len: 1024  # inputs of a row, and targets
 packing_mode: bin  # sequential (cut wherever a row is full) or bin (documents packed whole)
-packing_strategy: best_fit  # of bins: how documents are packed
-packing_buffer_docs: 128  # of bins: documents to choose from at a time
-packing_max_docs_per_bin: null  # of bins: the most documents in a row
+packing_strategy: best_fit  # for bins: how documents are packed
+packing_buffer_docs: 128  # for bins: documents to choose from at a time
+packing_max_docs_per_bin: null  # for bins: the most documents in a row
 add_bos: true  # BOS before every document
 add_eos: true  # EOS after every document
 max_doc_tokens: null  # keep the first tokens of a document, count the rest
 shuffle_buffer_size: 0  # documents to draw the next one from
-seed: 0  # of the shuffling
-repeat: false  # begin anew at the end, for ever
-max_retries: 3  # how often a read that failed is tried again
-retry_delay_sec: 1.0  # before the first retry, twice as long before each further one
-rank: 0  # the reader that this is, of num_ranks that share the documents
-num_ranks: 1  # how many readers there are
+seed: 0  # seed of the shuffle
+repeat: false  # begin another epoch at the end, without end
+max_retries: 3  # how often a failed read is retried
+retry_delay_sec: 1.0  # seconds before the first retry, twice as long before each further one
+rank: 0  # number of this reader, from 0; readers share the documents
+num_ranks: 1  # number of readers
 batch_size: 8  # rows of a batch
 accumulation: 1  # batches of a step
-drop_last: false  # drop the last batch that is not full, in place of padding it
-mask_boundary_loss: true  # the first token of a document is no target
-train_on_eos: true  # EOS is a target
+drop_last: false  # drop the last batch if it is not full, in place of padding it
+mask_boundary_loss: true  # do not train the first token of a document
+train_on_eos: true  # train EOS
 prefetch: 0  # batches that a thread makes ahead
 """
 
@@ -43,12 +43,12 @@ from swift_vlpack.text.tokenizer import tokenizer_named
 from swift_vlpack.yaml_files import read_yaml
 
 _OF_FILE: dict[str, tuple[type, ...]] = {"source": (str, list, dict), "document": (str,), "tokenizer": (str,)}
-"""What a file says in words of its own: how documents and the tokenizer are found."""
+"""Options of a file that `TextStream` takes in another form: `load_stream` makes a source and a tokenizer of them."""
 
 
 def _kinds_of(maker: type, *others: str) -> dict[str, tuple[type, ...]]:
-    """Read the options of a class, with the types that YAML has for each, from its signature; without the `others`."""
-    hints = get_type_hints(maker.__init__)  # type: ignore[misc]  # of the class itself, not of an instance
+    """Return the options of a class without `others`, each with the types that YAML may have, from its signature."""
+    hints = get_type_hints(maker.__init__)  # type: ignore[misc]  # mypy objects to `__init__` of an instance
     kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items() if name not in (*others, "return")}
     return {name: (float, int) if kind == (float,) else kind for name, kind in kinds.items()}
 
@@ -59,9 +59,9 @@ NEEDED = ("source", "tokenizer", "seq_len", "batch_size")
 
 
 def load_stream(path: str | os.PathLike[str], **options: Any) -> FixedBatches:
-    """Make the batches that a YAML file describes; `options` win over the file, as `rank` and `num_ranks` may have to.
+    """Make the batches that a YAML file describes. `options`, such as `rank` and `num_ranks`, win over the file.
 
-    Paths in the file are meant from the current directory.
+    Paths in the file are relative to the current directory.
     """
     found = read_yaml(Path(path), str(path))
     if not isinstance(found, Mapping):
@@ -94,7 +94,7 @@ def _source(given: Mapping[str, Any], path: str) -> Any:
     if not isinstance(source, Mapping):
         return local_text(source, given.get("document"), text_key)
     if "document" in given:
-        raise ConfigError(f"{path}: document is of text files, and source is a data set; leave document out")
+        raise ConfigError(f"{path}: document is an option for text files, but source is a data set; leave document out")
     if "path" not in source:
         raise ConfigError(f"{path}: a source that is a data set needs its path, got {', '.join(map(str, source))}")
     from datasets import load_dataset

@@ -1,4 +1,4 @@
-"""Tokenize texts: any tokenizer of transformers, or one of bytes that needs no files; special tokens, vocabulary size.
+"""Tokenize texts with any tokenizer of transformers, or with one of bytes that needs no files.
 
 >>> tokenizer = ByteTokenizer()
 >>> tokenizer(["hé"])["input_ids"], len(tokenizer)
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 BYTE = "byte"
 Tokens = NDArray[np.signedinteger[Any]]
-"""The tokens of a text, in two bytes a number if that is enough, else in four."""
+"""The tokens of a text, as int16 or int32."""
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Which warnings were given about each tokenizer, because `map` calls once for every thousand documents."""
+"""Warnings already given about each tokenizer: `map` calls once for every thousand documents."""
 _warned_of_types: dict[type, set[str]] = {}
-"""The same by type, for tokenizers that cannot be a key."""
+"""Warnings already given about each type of tokenizer, for tokenizers that cannot be a weak key."""
 
 
 class ByteTokenizer:
@@ -43,17 +43,17 @@ class ByteTokenizer:
     bos_token_id, eos_token_id, pad_token_id = 256, 257, 258
 
     def __call__(self, texts: Iterable[str], *, add_special_tokens: bool = False) -> dict[str, list[list[int]]]:
-        """Return the bytes of every text, in the form of tokenizers of transformers."""
+        """Return the bytes of every text, in the form that tokenizers of transformers return."""
         before, after = ([self.bos_token_id], [self.eos_token_id]) if add_special_tokens else ([], [])
-        # A lone surrogate, as broken JSON leaves it, has no bytes of its own.
+        # A lone surrogate, which broken JSON can contain, has no UTF-8 bytes, so it becomes "?".
         return {"input_ids": [[*before, *text.encode("utf-8", errors="replace"), *after] for text in texts]}
 
     def array(self, text: str) -> NDArray[np.int16]:
-        """Return the bytes of one text as an array, which takes two bytes a token and a list takes eight."""
+        """Return the bytes of one text as an array: it takes two bytes for a token, a list takes eight."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int16)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text; tokens that are no bytes are left out."""
+        """Return the text of some tokens. Special tokens are left out."""
         return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class ByteTokenizer:
 
 
 def tokenizer_of(given: Any) -> Any:
-    """Return the tokenizer itself, or for `byte` the one of bytes."""
+    """Return the given tokenizer, or a `ByteTokenizer` for `byte`. Raises `ConfigError` for any other name."""
     if given is None:
         raise ConfigError(f"there is no tokenizer; give one of transformers, or {BYTE!r}")
     if not isinstance(given, str):
@@ -72,7 +72,7 @@ def tokenizer_of(given: Any) -> Any:
 
 
 def tokenizer_named(name: str) -> Any:
-    """Load a tokenizer of transformers by its name or folder; `byte` is the one of bytes."""
+    """Load a tokenizer of transformers by its name or folder; `byte` gives a `ByteTokenizer`."""
     if name == BYTE:
         return ByteTokenizer()
     from transformers import AutoTokenizer
@@ -85,7 +85,7 @@ def tokenizer_named(name: str) -> Any:
 
 
 def padded_vocab_size(tokenizer: Any, multiple: int) -> int:
-    """Return the number of tokens of a tokenizer, rounded up to a multiple, which kernels prefer.
+    """Return the size of a vocabulary, rounded up to a multiple, because kernels are faster on round sizes.
 
     >>> padded_vocab_size("byte", 64)
     320
@@ -95,12 +95,12 @@ def padded_vocab_size(tokenizer: Any, multiple: int) -> int:
 
 
 def edge_tokens(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[list[int], list[int]]:
-    """Return the BOS and EOS tokens to put around every document; warn once if the tokenizer lacks one."""
+    """Return (tokens before, tokens after) every document: BOS and EOS. Warns once if the tokenizer lacks one."""
     return _edge(tokenizer, "bos", add_bos), _edge(tokenizer, "eos", add_eos)
 
 
 def edged(ids: Tokens, edges: tuple[list[int], list[int]]) -> Tokens:
-    """Put a document between its edges; one without a token has none, or BOS and EOS alone would be trained on.
+    """Put BOS and EOS around a document. An empty document stays empty: BOS and EOS alone are not worth training.
 
     >>> edged(np.array([5, 6]), ([0], [1])).tolist(), edged(np.array([]), ([0], [1])).tolist()
     ([0, 5, 6, 1], [])
@@ -123,25 +123,25 @@ def _edge(tokenizer: Any, name: str, is_wanted: bool) -> list[int]:
         return [found]
     try:
         warned = _warned.setdefault(tokenizer, set())
-    except TypeError:  # one of somebody's own that has no hash, or takes no weak reference
+    except TypeError:  # a user's own tokenizer that cannot be hashed, or not be referenced weakly
         warned = _warned_of_types.setdefault(type(tokenizer), set())
     if name not in warned:
         warned.add(name)
-        logger.warning("the tokenizer has no %s token: add_%s is switched off", name.upper(), name)
+        logger.warning("the tokenizer has no %s token, so add_%s has no effect", name.upper(), name)
     return []
 
 
 def token_ids(tokenizer: Any, texts: list[str]) -> list[Tokens]:
-    """Return the token ids of each text, without special tokens and uncut.
+    """Return the token ids of each text, without special tokens and without truncation.
 
-    Arrays take two or four bytes a token; a list would take eight and more, and a text may have a hundred megabytes.
+    Arrays take two or four bytes for a token. Lists would take eight or more, and a text may have a hundred megabytes.
     """
     if not texts:
         return []
     if isinstance(tokenizer, ByteTokenizer):
         return [tokenizer.array(text) for text in texts]
     is_of_transformers = hasattr(tokenizer, "model_max_length")
-    # The warning about the model's maximum is about uncut texts; blocks are cut.
+    # Silence the warning that a text is longer than the model's maximum: blocks are cut later.
     options = {"return_attention_mask": False, "verbose": False} if is_of_transformers else {}
     made = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
     return [np.array(ids, dtype=np.int32) for ids in made]
@@ -150,8 +150,8 @@ def token_ids(tokenizer: Any, texts: list[str]) -> list[Tokens]:
 def model_token_ids(tokenizer: Any, *, multiple: int = 1) -> dict[str, int]:
     """Return what a model's config has to know of a tokenizer: `bos/eos/pad_token_id`, and `vocab_size`.
 
-    A token that the tokenizer has not is left out; PAD is EOS where there is none, as collators and streams pad. The
-    size of the vocabulary is rounded up to `multiple`.
+    A token that the tokenizer does not have is left out. A missing PAD becomes EOS, with which collators and streams
+    pad then. The size of the vocabulary is rounded up to `multiple`.
 
     >>> model_token_ids("byte", multiple=64)
     {'bos_token_id': 256, 'eos_token_id': 257, 'pad_token_id': 258, 'vocab_size': 320}

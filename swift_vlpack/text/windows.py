@@ -1,7 +1,7 @@
-"""Make windows of documents: laid end to end and cut wherever a window is full, or packed whole into bins.
+"""Make windows of documents: `Sequential` cuts documents where a window is full, `Bins` packs them whole.
 
-Both hold parts of documents. A state holds a part by the address of its document if the source can fetch that again,
-otherwise by its tokens.
+Both hold parts of documents. A state has the address of a part's document if the source can fetch the document again,
+otherwise the tokens of the part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Count the tokens of the part."""
+        """Return the number of tokens of the part."""
         return self.stop - self.start
 
     @property
@@ -39,54 +39,54 @@ class Held(NamedTuple):
         return self.tokens[self.start : self.stop]
 
     def saved(self) -> list[Any]:
-        """Return what a state holds: the address and the place, or the tokens."""
+        """Return the part for a state: [address, start, stop, None], or [None, 0, length, tokens] without address."""
         if self.address is None:
             return [None, 0, self.length, self.own]
         return [self.address, self.start, self.stop, None]
 
 
 Fetch = Callable[[Any], Tokens]
-"""Takes an address; returns the tokens of the whole document."""
+"""Returns the tokens of the whole document at an address."""
 
 
 def restored(saved: list[Any], fetch: Fetch) -> Held:
-    """Read a part from a state."""
+    """Read a part that `Held.saved` returned. Raises `DataError` if its document has become shorter."""
     address, start, stop, tokens = saved
     if address is None:
         return Held(np.array(tokens, dtype=np.int32), None, start, stop)
     found = fetch(address)
-    if len(found) < stop:  # in states of before, an empty document was its BOS and EOS
+    if len(found) < stop:  # earlier versions saved an empty document as BOS and EOS
         raise DataError(
             f"the document at {address} has {len(found)} tokens, and the state holds its first {stop}; the data has "
-            "changed, or an earlier version saved the state: begin anew"
+            "changed, or an earlier version saved the state: load no state"
         )
     return Held(found, address, start, stop)
 
 
 class Windows(Protocol):
-    """Takes documents; returns the parts of one window after another."""
+    """Take documents, and return windows as lists of parts."""
 
     def add(self, document: Held) -> None:
         """Take a whole document."""
 
     def end(self) -> None:
-        """Let all that is held leave, because no more documents come."""
+        """Make the held parts leave as the last windows, because no more documents come."""
 
     def take(self) -> list[Held] | None:
         """Return the parts of the next window; None while more documents are needed for it."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all that is held, for a state."""
+        """Return the held parts, for a state."""
 
     def load(self, saved: dict[str, Any], fetch: Fetch) -> None:
-        """Hold again what `snapshot` returned."""
+        """Restore a snapshot. `fetch` reads the documents of parts that were saved by address."""
 
 
 class Sequential:
-    """Windows in the order of the stream: a document that does not end in one goes on in the next.
+    """Make windows in the order of the stream: a document that does not fit continues in the next window.
 
-    Documents are cut when a window leaves, and not all at once as `plan.parts` cuts rows: a text can have a hundred
-    million tokens, and a state holds its rest as one part.
+    A document is cut when a window leaves, not into all its parts at once as `plan.parts` cuts rows: a text can have a
+    hundred million tokens, and a state then holds the rest of it as a single part.
     """
 
     def __init__(self, size: int) -> None:
@@ -96,12 +96,12 @@ class Sequential:
         self._is_over = False
 
     def add(self, document: Held) -> None:
-        """Append a document."""
+        """Take a document."""
         self._pending.append(document)
         self._num_tokens += document.length
 
     def end(self) -> None:
-        """Let the rest leave as a shorter window."""
+        """Make the rest leave as a shorter window."""
         self._is_over = True
 
     def take(self) -> list[Held] | None:
@@ -120,24 +120,24 @@ class Sequential:
         return parts
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the parts that wait."""
+        """Return the waiting parts."""
         return {"pending": [part.saved() for part in self._pending], "is_over": self._is_over}
 
     def load(self, saved: dict[str, Any], fetch: Fetch) -> None:
-        """Hold the parts of a snapshot."""
+        """Restore a snapshot."""
         self._pending = deque(restored(part, fetch) for part in saved["pending"])
         self._num_tokens = sum(part.length for part in self._pending)
         self._is_over = saved["is_over"]
 
 
 class Bins:
-    """Windows that the packer fills with whole documents; longer ones are cut into parts that fill a window."""
+    """Make windows of whole documents with `Packer`. Documents longer than a window are cut into parts."""
 
     def __init__(self, config: PackingConfig, seed: int) -> None:
         self._config, self._seed = config, seed
         self._packer = Packer(config, seed=seed, label=None)
         self._cutting = Cutting(how="split", capacity=config.packing_length)
-        self._parts: dict[Any, Held] = {}  # by the id that the packer has for them
+        self._parts: dict[Any, Held] = {}  # the held parts, by their id in the packer
         self._num_parts = 0
         self._ready: deque[list[Held]] = deque()
 
@@ -151,7 +151,7 @@ class Bins:
             self._leave(packs)
 
     def end(self) -> None:
-        """Let all bins leave."""
+        """Make all bins leave, however full."""
         self._leave(self._packer.flush())
 
     def take(self) -> list[Held] | None:
@@ -168,7 +168,7 @@ class Bins:
         }
 
     def load(self, saved: dict[str, Any], fetch: Fetch) -> None:
-        """Continue from a snapshot."""
+        """Restore a snapshot."""
         self._packer = Packer(self._config, seed=self._seed, label=None)
         self._packer.load(saved["packer"])
         self._parts = {number: restored(part, fetch) for number, part in saved["parts"]}

@@ -185,7 +185,7 @@ def test_flag_wins_over_variable(length_file, capsys, monkeypatch):
     ("content", "flags", "parts"),
     [
         (None, [], ["no such file"]),
-        ("", [], ["no lengths in it"]),
+        ("", [], ["has no lengths"]),
         ("[1, 2", [], ["line 1", "not JSON"]),
         ("12\nx\n", [], ["line 2", "not JSON"]),
         ('{"tokens": 3}', [], ["row 1", "neither length nor lengths"]),
@@ -196,10 +196,11 @@ def test_flag_wins_over_variable(length_file, capsys, monkeypatch):
         ("[1, -4]", [], ["row 2", "at least 1", "-4"]),
         ("[1, 4]", ["--packing_buffer", "no"], ["packing_buffer", "'no'", "whole number"]),
         ("[1, 4]", ["--num_ranks", "0"], ["num_ranks", "0"]),
+        ("[1, 4]", ["--packing_share", "media"], ["which lengths do not say; plan the run itself (--config)"]),
     ],
 )
 def test_mistake_is_one_line_and_exit_code_two(content, flags, parts, tmp_path, capsys):
-    """CLI-5"""
+    """CLI-5 SHARE-80"""
     path = tmp_path / "lengths.json"
     if content is not None:
         path.write_text(content)

@@ -245,7 +245,7 @@ def test_model_type_of_another_model_is_refused_by_name(model_type, said, bare_f
 def test_file_that_is_no_list_is_kept(bare_folder, tmp_path):
     """CLI-9"""
     data = write_jsonl(tmp_path / "failures.jsonl", [text_row()])
-    with pytest.raises(ConfigError, match="is no list of rows that were left out"):
+    with pytest.raises(ConfigError, match="is not a list of left-out rows, and is not overwritten"):
         planned(bare_folder, tmp_path, dataset=data)
     assert os.path.getsize(data)
 
@@ -344,7 +344,7 @@ def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capfd):
     assert run_here(["plan", *argv, "--failures", tmp_path / "failures.jsonl"]) == 2
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(
-        f"vlpack plan: the hub cannot be reached: no/such-model is no file or folder in {Path.cwd()}"
+        f"vlpack plan: the hub cannot be reached: no/such-model is not a file or folder in {Path.cwd()}"
     )
     assert "it was looked for on Hugging Face" in last
     assert "refuses" not in last

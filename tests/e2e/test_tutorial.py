@@ -61,7 +61,7 @@ def said(tmp_path):
 @pytest.mark.telling
 def test_tutorial_runs_as_it_is_written(said):
     """DOC-1 DOC-6 TRAIN-3 CLI-6: data, plan, training, report, resume."""
-    plan, pack, proof, report, lines = [block.text for block in blocks(PAGE, "text")]
+    plan, pack, same, proof, report, lines = [block.text for block in blocks(PAGE, "text")]
 
     def printed(command):
         (text,) = [text for cell, text in said.items() if cell.startswith(f"%%bash -e\n{command}")]
@@ -69,6 +69,8 @@ def test_tutorial_runs_as_it_is_written(said):
 
     assert of_data(printed("vlpack plan --config train.yaml")) == of_data(plan)
     assert rows_of(printed("vlpack inspect --config train.yaml --pack 0")) == rows_of(pack)
+    for line in same.splitlines():
+        assert line in printed("sed '/packing_drop_last/d'")
     trained = said["%%bash -e\nvlpack sft train.yaml"]
     assert "isolation verified: max difference 0.0" in trained
     assert printed("python look.py").startswith(report)

@@ -144,7 +144,7 @@ def test_digest_covers_the_order_that_saved_numbers_count_in(monkeypatch):
     saved = {**feed.state(), "cuts": [[2, len(feed), 20]]}
     planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
     monkeypatch.setattr(steps, "STEPS_MATCHED", 16)
-    with pytest.raises(StateMismatch, match=r"now give another plan of epoch 0 .* is another version"):
+    with pytest.raises(StateMismatch, match=r"now give another plan of epoch 0 .* has changed"):
         planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
 
 

@@ -273,7 +273,7 @@ def test_row_that_is_cut_otherwise_when_it_is_loaded_is_left_out_and_known_next_
     samples, left_out = told([packs[number] for number in range(len(packs))])
     assert {one.reason for one in left_out} == {"longer_than_planned"}
     assert {row_of(str(one.sample_id)) for one in left_out} == {at}
-    assert "is cut otherwise now" in left_out[0].detail
+    assert "is now cut elsewhere" in left_out[0].detail
     assert all(len(tokens) <= 30 for _, tokens, _ in samples)
 
 

@@ -73,7 +73,7 @@ def test_files_that_go_and_come_back_are_told_from_other_rows():
     assert not told.texts
     assert not told.sizes
     where = "photos:1 (/data/photos.jsonl row 2, files: /photos/1.jpg)"
-    assert str(told.back) == f"{where} has 101 tokens (1 images, 60 patches), saved was file_missing"
+    assert str(told.back) == f"{where} has 101 tokens (1 images, 60 patches), but had file_missing in the saved run"
     assert told.gone.num_rows == 5
     assert "photos:22" in str(told.gone)
     assert str(told.gone).endswith("; and 2 more")
@@ -91,8 +91,9 @@ def test_other_rows_are_named():
     other.rows[17] = {**other.rows[17], **text_row("another")}
     assert str(compared(source(), other).texts).startswith("photos:17 (/data/photos.jsonl row 18, ")
     fewer = replace(source(), rows=source().rows[:-1], sizes=None)
-    assert "photos has 39 rows, saved were 40; they differ from row 40 of the saved run, which is missing, on" in str(
-        compared(source(), fewer).texts
+    assert (
+        "photos has 39 rows, but 40 were saved; they differ from row 40 of the saved run, which is missing, on"
+        in str(compared(source(), fewer).texts)
     )
     order = np.random.default_rng(0).permutation(39)
     shuffled = replace(fewer, rows=[fewer.rows[at] for at in order], row_numbers=order)

@@ -166,13 +166,17 @@ def planned(small_folder, tmp_path, monkeypatch, capfd):
     return plan
 
 
-@pytest.mark.parametrize("sample", ["", "#14"])
-def test_sizes_of_our_export_are_planned_by_without_a_pass_over_all_rows(sample, cached, planned, tmp_path):
+@pytest.mark.parametrize(
+    ("sample", "more"),
+    [("", ()), ("#14", ()), ("", ("--packing_overflow", "split", "--packing_length", "110"))],
+    ids=["all", "drawn", "cut"],
+)
+def test_sizes_of_our_export_are_planned_by_without_a_pass_over_all_rows(sample, more, cached, planned, tmp_path):
     """EXPORT-13: the plan is that of a start which measures all, to the digest; also under another `--max_length`."""
     folder = shutil.copytree(cached["ours"], tmp_path / "ours")
-    taken, num_measured = planned(f"{folder}/train{sample}")
+    taken, num_measured = planned(f"{folder}/train{sample}", *more)
     (folder / "sizes.npz").unlink()
-    wanted, num_all = planned(f"{folder}/train{sample}")
+    wanted, num_all = planned(f"{folder}/train{sample}", *more)
     assert num_measured < num_all
     for name in (
         "config_digest",
@@ -182,7 +186,7 @@ def test_sizes_of_our_export_are_planned_by_without_a_pass_over_all_rows(sample,
     ):  # the folder of the cache is an option, too
         del taken[name], wanted[name]
     assert taken == wanted
-    _, with_other_limit = planned(f"{cached['ours']}/train{sample}", max_length=700)
+    _, with_other_limit = planned(f"{cached['ours']}/train{sample}", *more, max_length=700)
     assert with_other_limit == num_measured
 
 
@@ -238,7 +242,7 @@ def test_lengths_that_were_rounded_are_compared_as_rounded(rows, small_folder, t
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--cached_dataset", "{ours}"], "is no cached data set; did you mean {ours}/train?"),
+        (["--cached_dataset", "{ours}"], "is not a cached data set; did you mean {ours}/train?"),
         (["--cached_dataset", "{ours}/trian"], "no such folder; did you mean {ours}/train?"),
         (
             ["--cached_dataset", "{ours}/train", "--streaming", "true", "--max_steps", "5"],

@@ -172,7 +172,7 @@ def test_mistake_is_one_line_and_a_bug_keeps_its_traceback():
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("no/such-model", "the hub cannot be reached: no/such-model is no file or folder in "),
+        ("no/such-model", "the hub cannot be reached: no/such-model is not a file or folder in "),
         ("FOLDER", "ms-swift refuses the options: "),
     ],
 )

@@ -292,17 +292,17 @@ def changed(dataset, folder, change):
         (
             lambda lines: lines[:-1],
             ["data", "lengths", "sources"],
-            r"train has 35 rows, saved were 36; they differ from row 36 of the saved run, which is missing",
+            r"train has 35 rows, but 36 were saved; they differ from row 36 of the saved run, which is missing",
         ),
         (
             lambda lines: lines[1:],
             ["data"],
-            r"train has 35 rows, saved were 36; they differ from train:0 \(.*/train\.jsonl:1",
+            r"train has 35 rows, but 36 were saved; they differ from train:0 \(.*/train\.jsonl:1",
         ),
         (
             lambda lines: [lines[1], lines[0], *lines[2:]],
             ["data", "lengths"],
-            r"train:0 \(.* tokens.*, saved was \d+ tokens",
+            r"train:0 \(.* tokens.*, but had \d+ tokens",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
             )
         )
     assert re.search(
-        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, saved was \d+ tokens", str(refused.value)
+        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, but had \d+ tokens", str(refused.value)
     )
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
@@ -367,7 +367,7 @@ def test_data_that_starts_anew_may_have_another_objective_and_that_is_said(
     train(
         flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, loss_scale="all", max_steps=step + 1)
     )
-    assert re.search("the optimizer goes on, with another objective: .*loss_scale .'default', now 'all'", caplog.text)
+    assert re.search("the optimizer continues, with another objective: .*loss_scale .'default', now 'all'", caplog.text)
 
 
 def test_other_settings_of_the_same_objective_are_warned_of(small_folder, dataset, uninterrupted, tmp_path, caplog):
@@ -486,21 +486,21 @@ def test_first_batch_after_a_resume_comes_at_once(small_folder, tmp_path):
 @pytest.mark.telling
 def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_folder, tmp_path, monkeypatch):
     """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
-    from swift_vlpack.host import length_pass
+    from swift_vlpack.host import pipeline
 
     wide, other = photo(tmp_path, "wide", 300, 200), photo(tmp_path, "other", 150, 100)
     rows = [*[text_row(f"question {n}", "answer " * 20) for n in range(28)], image_row([wide]), image_row([other])]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    with_lengths = length_pass.with_lengths
+    with_all_lengths = pipeline.with_all_lengths
 
     def with_one_too_short(*args, **kwargs):
-        source = with_lengths(*args, **kwargs)
+        (source,) = with_all_lengths(*args, **kwargs)
         columns = source.sizes.columns.copy()
         rows = [source.sample_id(index).row for index in range(len(source.rows))]
         columns[0, rows.index(28)] = 20
-        return replace(source, sizes=replace(source.sizes, columns=columns))
+        return [replace(source, sizes=replace(source.sizes, columns=columns))]
 
-    monkeypatch.setattr(length_pass, "with_lengths", with_one_too_short)
+    monkeypatch.setattr(pipeline, "with_all_lengths", with_one_too_short)
     packing_variables({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
     options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
     train(flags(small_folder, tmp_path / "whole", data, **options))
@@ -509,7 +509,7 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_fo
     checkpoint = tmp_path / "whole" / "checkpoint-1"
     train(flags(small_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
     assert trained(tmp_path / "rest") == [pack for pack in whole if pack[0] > 1]
-    monkeypatch.setattr(length_pass, "with_lengths", with_lengths)
+    monkeypatch.setattr(pipeline, "with_all_lengths", with_all_lengths)
     train(flags(small_folder, tmp_path / "new", data, **options))
     assert not list((tmp_path / "cache").glob("*.notes"))
     assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")
@@ -539,9 +539,7 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
     train(flags(small_folder, tmp_path / "rest", data, **begin))
     expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
     assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
-    assert re.search(
-        rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, saved was", caplog.text
-    )
+    assert re.search(rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, but had", caplog.text)
     assert re.search(r"1 rows that could not be read stay out until the next run: rows:2 ", caplog.text)
     for epoch in (0, 1):
         report = epoch_report(tmp_path / "rest", epoch)

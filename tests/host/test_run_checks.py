@@ -48,7 +48,7 @@ MISTAKES = {
     "second file": ([FILE, "other.yaml"], "other.yaml: give one training file, as the first word"),
     "file not first": (["--model", "model", FILE], "train.yaml: give one training file, as the first word"),
     "folder": (["model"], "model is a folder; name a training file in it (.yaml, .yml, .json), or --model model"),
-    "data": (["rows.jsonl"], "rows.jsonl is no training file; name data with --dataset rows.jsonl"),
+    "data": (["rows.jsonl"], "rows.jsonl is not a training file; name data with --dataset rows.jsonl"),
     "word": ([FILE, "--seed", "3", "foo"], "no option takes 'foo'; a training file comes first"),
     "no model": (["--dataset", "rows.jsonl"], "there is no model to train: give --model"),
     "no data": (["--model", "model"], "there is no data to train on: give --dataset or fusion_config"),
@@ -69,7 +69,7 @@ MISTAKES = {
     ),
     "run as checkpoint": (
         [FILE, "--resume_from_checkpoint", "out"],
-        "--resume_from_checkpoint out is no checkpoint; there is out/checkpoint-8",
+        "--resume_from_checkpoint out is not a checkpoint; there is out/checkpoint-8",
     ),
     "tuner": ([FILE, "--tuner_type", "lorra"], "--tuner_type must be one of adalora, adapter, "),
     "tuner meant": ([FILE, "--tuner_type", "lorra"], "got 'lorra'; did you mean lora?"),

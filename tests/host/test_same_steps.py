@@ -113,6 +113,36 @@ def test_every_step_is_that_of_the_unpacked_run(  # noqa: PLR0913 - a case, and 
     assert epoch_report(tmp_path / "packed")["num_packs"] < sum(map(len, expected)) // 2, "it packed"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "num_steps"),
+    [
+        ({"max_steps": 8}, 8),
+        ({"num_train_epochs": 0.5}, 3),
+        ({"num_train_epochs": 1.5}, 9),
+        ({"num_train_epochs": 1, "per_device_train_batch_size": 40}, 1),
+    ],
+    ids=str,
+)
+def test_a_run_ends_where_the_unpacked_one_ends(  # noqa: PLR0913 - a case, and fixtures
+    more, num_steps, dataset, small_folder, tmp_path, record, options
+):
+    """SAME-1 SAME-3: within an epoch, too."""
+    flags = {**recipe(2, 2, dataset=dataset), **more}
+    plain = train(argv(small_folder(FAMILY), FAMILY, tmp_path / "plain", **flags))
+    (path,) = record.glob("rank_*.jsonl")
+    trained = [row for line in path.read_text().splitlines() for row in json.loads(line)]
+    del os.environ["RECORD_FOLDER"]
+    options(**OPTIONS)
+    packed = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "packed", **flags))
+    steps = packed_steps(tmp_path / "packed")
+    assert len(steps) == num_steps
+    for step in steps:
+        here, trained = trained[: len(step)], trained[len(step) :]
+        assert step == sorted(here)
+    assert max(largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))) < 1e-5
+
+
 def stopped_after(output, dataset, folder, family, num_steps, **more):
     """A run that ends early, with a checkpoint; its schedule is that of the whole run."""
     flags = recipe(2, 2, dataset=dataset, **{**more, "save_steps": num_steps, "max_steps": num_steps})
@@ -158,7 +188,7 @@ def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, o
         ({}, {"packing_overflow": "truncate"}, "packing_overflow=truncate cuts rows"),
         ({"truncation_strategy": "split"}, {}, "packing_overflow=split cuts rows"),
         ({}, {"packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
-        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has nothing to do"),
+        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has no effect"),
         ({}, {"packing_strategy": "window"}, "packing_strategy=window"),
         ({"streaming": "true", "max_steps": 2}, {}, "packing_batch=samples needs data with a length"),
     ],
@@ -280,7 +310,7 @@ def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
     assert sizes == [5, 5, 5, 5, 2]
     with pytest.raises(ConfigError, match="samples_per_step"):
         PackingDataset(rows, made.template, config)
-    with pytest.raises(ConfigError, match="samples_per_step is of packing_batch=samples"):
+    with pytest.raises(ConfigError, match="samples_per_step needs packing_batch=samples"):
         PackingDataset(rows, made.template, PackingConfig(packing_length=128), samples_per_step=5)
 
 
@@ -301,6 +331,7 @@ def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder
     assert f"{kept['num_tokens']} an epoch, padding_free as many; padded batches {kept['num_tokens_padded']}" in text
     assert "8 in 2 epochs, 4 an epoch, as many as un-packed" in text
     assert "the same 6 samples as un-packed" in text
+    assert re.search(r"lower bound +\d+ packs?, if steps could share packs", text)
     with looking_back(tmp_path / "out") as seen:
         for step, rows in enumerate(steps, 1):
             (found,) = seen(step=step)["steps"]

@@ -15,6 +15,7 @@ from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.cli.run_options import run_options
 from swift_vlpack.host.run import run_of
 from swift_vlpack.pages.report import sections
+from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.runlog.folder import find_run
 from swift_vlpack.runlog.report import run_report
 from tests.data_rows import image_row, sentence, text_row, write_jsonl
@@ -143,6 +144,9 @@ def test_run_counts_what_was_planned(planned, output, rows):
     assert report["trained"]["shared"] == shared
     assert report["unpacked"]["num_padding_saved"] == 0, "batches of one have no padding, and sharing is none"
     said = dict(next(one for one in sections(report) if one.title == "Trained").lines)
+    padding = dict(next(one for one in sections(report) if one.title == "Padding saved").lines)
+    assert padding["tokens"].endswith("un-packed, and packs have as many, before what samples share")
+    assert f"<b>{shared['num_shared_tokens']:,}</b>tokens saved by sharing" in report_page(report)
     assert said["shared"] == f"11 samples in 3 units, {len(rows) - 11} alone"
 
 
@@ -154,18 +158,19 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
         with run_of(flags, num_ranks=1) as run:
             result = look(run, InspectRequest.of({"run": output.path, "html": output.path / "packs.html"}))
             packs = [pack.as_json() for pack in result.packs]
-            step = next(number + 1 for number, pack in enumerate(packs) if pack["prefixes"])  # one pack a step
+            step = next(number + 1 for number, pack in enumerate(packs) if "prefixes" in pack)  # one pack a step
             of_step = look(run, InspectRequest.of({"run": output.path, "step": step}))
             text = "".join(inspect_text(of_step, 110, is_colourful=False))
     shown = Counter()
     for pack in packs:
         row = pack["row"]
         ends = [*zip(row["cu_seqlens"], row["cu_seqlens"][1:], strict=False)]
-        pieces = [*pack["prefixes"], *pack["members"]]
+        prefixes = pack.get("prefixes", [])
+        pieces = [*prefixes, *pack["members"]]
         assert sorted((one["start"], one["start"] + one["num_tokens"]) for one in pieces) == ends
         assert pack["num_tokens"] == tokens_of(row) == sum(one["num_tokens"] for one in pieces)
         assert pack["num_vision"] == sum(one["num_vision"] for one in pieces)
-        for prefix in pack["prefixes"]:
+        for prefix in prefixes:
             assert len(prefix["pictures"]) == 1
             assert all(piece["kind"] != "supervised" for piece in prefix["pieces"])
             for at in prefix["members"]:
@@ -174,12 +179,11 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
                 assert (branch["pictures"], branch["num_vision"]) == ([], 0)
         for member in pack["members"]:
             shown[member["id"]] += 1
-            assert (member["prefix"] is None) == (row["parents"] == [] or member["start"] in {
-                start for (start, _), parent in zip(ends, row["parents"], strict=True) if parent == -1
-            })  # fmt: skip
+            goes_on = {start for (start, _), parent in zip(ends, row.get("parents", ()), strict=False) if parent != -1}
+            assert ("prefix" in member) == (member["start"] in goes_on)
             answer = rows[int(member["id"].partition(":")[2])]["messages"][1]["content"]
             assert answer in "".join(piece["text"] for piece in member["pieces"] if piece["kind"] == "supervised")
     assert (len(shown), set(shown.values())) == (len(rows), {1})
-    assert sum(len(pack["prefixes"]) for pack in packs) == 3
+    assert sum(len(pack.get("prefixes", [])) for pack in packs) == 3
     assert " shared)" in text
     assert "prefix of" in text

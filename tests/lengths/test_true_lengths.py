@@ -64,8 +64,8 @@ def test_row_that_grew_is_set_aside_and_planned_rightly_at_the_next_start(templa
         assert sum(other.record.lengths) <= 400
     assert [left[:2] for pack in after for left in pack.record.left_out] == [(grown, "longer_than_planned")]
     true = template.encode(rows[1], return_length=True)["length"]
-    assert f"data:1: {true} tokens, planned were {before[0].record.lengths[1]}" in caplog.text
-    assert f"data:1: left out: {true} tokens do not fit beside " in caplog.text
+    assert f"data:1: {true} tokens, but {before[0].record.lengths[1]} were planned" in caplog.text
+    assert f"data:1: left out: {true} tokens do not fit into its pack with " in caplog.text
     again = sized(rows, template, tmp_path / "lengths")
     assert again.sizes.lengths[1] == true
     packs = packs_of(again, template)

@@ -201,3 +201,12 @@ def test_overview_says_what_is_shared():
     }  # fmt: skip
     text = printed(overview_parts(overview), width=100, is_colourful=False)
     assert "shared: 30 samples in 1 unit, 10 alone, 400 of 900 tokens computed" in text
+
+
+def test_json_of_packs_that_share_nothing_is_as_it_was():
+    """SHARE-83: so that programs that read it go on."""
+    prefix, branches = unit()
+    alone, shared = pack(member()).as_json(), replace(pack(*branches), prefixes=[prefix]).as_json()
+    assert {*shared} - {*alone} == {"prefixes"}
+    assert {*shared["row"]} - {*alone["row"]} == {"parents"}
+    assert {*shared["members"][0]} - {*alone["members"][0]} == {"prefix"}

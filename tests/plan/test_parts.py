@@ -126,15 +126,17 @@ def test_options_that_cannot_be_or_would_do_nothing_are_refused():
     """CUT-7"""
     with pytest.raises(ConfigError, match="packing_overflow must be one of keep, split, truncate, drop"):
         PackingConfig(packing_length=8, packing_overflow="cut")
-    with pytest.raises(ConfigError, match="packing_stride=2 would do nothing under packing_overflow=truncate"):
+    with pytest.raises(ConfigError, match="packing_stride=2 has no effect under packing_overflow=truncate"):
         Cutting.of(PackingConfig(packing_length=8, packing_overflow="truncate", packing_stride=2))
-    with pytest.raises(ConfigError, match="packing_min_len=2 would do nothing under packing_overflow=keep"):
+    with pytest.raises(ConfigError, match="packing_min_len=2 has no effect under packing_overflow=keep"):
         Cutting.of(PackingConfig(packing_length=8, packing_min_len=2))
     with pytest.raises(ConfigError, match="packing_stride must be at least 0"):
         PackingConfig(packing_length=8, packing_overflow="split", packing_stride=-1)
     with pytest.raises(ConfigError, match="packing_stride=8 leaves no room"):
         Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_stride=8))
-    with pytest.raises(ConfigError, match="packing_min_len=9 is more than packing_length=8: no part is so long"):
+    with pytest.raises(
+        ConfigError, match="packing_min_len=9 is more than packing_length=8, so every part would be left out"
+    ):
         Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_min_len=9))
     assert Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_min_len=8)).min_len == 8
     assert Cutting.of(PackingConfig(packing_length=8)) is None
@@ -147,6 +149,6 @@ def test_options_that_cannot_be_or_would_do_nothing_are_refused():
 def test_options_that_do_nothing_for_windows_are_to_be_left_out(option, why):
     """CUT-7: not to be had by packing_overflow, which windows refuse."""
     [(name, value)] = option.items()
-    message = f"{name}={value} would do nothing under packing_strategy=window: {why}; leave it out"
+    message = f"{name}={value} has no effect under packing_strategy=window: {why}; leave it out"
     with pytest.raises(ConfigError, match=f"^{message}$"):
         Cutting.of(PackingConfig(packing_length=8, packing_strategy="window", **option))

@@ -82,6 +82,8 @@ def test_reader_that_changed_decodes_and_is_named(monkeypatch, caplog):
             with patches.without_frames():
                 pass
         (line,) = [record.message for record in caplog.records]
-        assert line.startswith("videos are decoded to learn their lengths, which takes longer: json.JSONDecoder has no")
+        assert line.startswith(
+            "videos are decoded to measure their lengths, which takes longer: json.JSONDecoder has no"
+        )
     finally:
         patches._readers.cache_clear()

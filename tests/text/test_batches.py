@@ -403,7 +403,7 @@ def test_a_place_that_is_not_proved_is_read_up_to_and_said(stream, drift, caplog
     wanted = [window.tokens.tolist() for window in one]
     again = stream(Drifting(source, drift))
     again.load_state_dict(state)
-    assert "Drifting: its own state leads elsewhere; its first 32 rows are read again" in caplog.text
+    assert "Drifting: its own state leads to another position, so its first 32 rows are read again" in caplog.text
     assert [window.tokens.tolist() for window in again] == wanted
 
 
@@ -415,7 +415,7 @@ def test_a_source_that_cannot_seek_says_what_is_read_again(stream, kind, caplog)
     for _ in range(12):
         next(one)
     stream(SOURCES[kind](None, source)).load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert "cannot seek beyond its first 32 rows: they are read again" in caplog.text
+    assert "cannot seek, so its first 32 rows are read again" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["function", "streaming"])
@@ -426,10 +426,10 @@ def test_a_stream_that_has_changed_is_refused(stream, kind):
     for _ in islice(one, 4):
         pass
     source[one.counts["documents"] - 1] = "w400"
-    with pytest.raises(DataError, match=r"the first \d+ rows of epoch 0 are not what they were"):
+    with pytest.raises(DataError, match=r"the first \d+ rows of epoch 0 are not those of the saved state"):
         stream(SOURCES[kind](None, source)).load_state_dict(one.state_dict())
     del source[3:]
-    with pytest.raises(DataError, match="are not what they were"):
+    with pytest.raises(DataError, match="are not those of the saved state"):
         stream(SOURCES[kind](None, source)).load_state_dict(one.state_dict())
 
 
@@ -503,7 +503,7 @@ def test_sources_that_cannot_be_are_refused(stream, tmp_path):
         (tmp_path / "none.txt", "no such text file"),
         ({"train": []}, "several data sets"),
         (iter(["a"]), "can be read once"),
-        (3, "no source of documents"),
+        (3, "a int is not a source of documents"),
     ):
         with pytest.raises(DataError, match=said):
             stream(source)
@@ -514,7 +514,7 @@ def test_sources_that_cannot_be_are_refused(stream, tmp_path):
     with pytest.raises(DataError, match="row 2 of epoch 0: text must be a text, got int"):
         list(stream(lambda: iter([{"text": "w1"}, {"text": 4}])))
     (tmp_path / "latin.txt").write_bytes("w1\né".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin.txt: the document at byte 3 is no UTF-8"):
+    with pytest.raises(DataError, match=r"latin.txt: the document at byte 3 is not UTF-8"):
         list(stream(tmp_path / "latin.txt"))
 
 
@@ -569,7 +569,7 @@ def test_rows_of_json_are_their_text(stream, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"text": "w1"}\n{"text": "w', r"a.jsonl: the document at byte 15 is no JSON \(Unterminated string"),
+        ('{"text": "w1"}\n{"text": "w', r"a.jsonl: the document at byte 15 is not JSON \(Unterminated string"),
         (
             '{"content": "w1"}\n',
             r"a.jsonl: the document at byte 0 has no 'text'; it has content: name it with text_key=",
@@ -590,7 +590,9 @@ def test_rows_of_json_that_cannot_be_are_refused(stream, tmp_path, content, said
 def test_files_of_other_formats_are_refused_with_the_way_out(stream, tmp_path, name, form):
     """TEXT-24: they would be read as lines of text."""
     (tmp_path / name).write_text("w1\n")
-    with pytest.raises(DataError, match=rf"{name} is no plain text: give datasets.load_dataset\('{form}', data_files="):
+    with pytest.raises(
+        DataError, match=rf"{name} is not plain text: give datasets.load_dataset\('{form}', data_files="
+    ):
         stream([tmp_path / name])
     assert len(list(stream(local_text(tmp_path / name, document="line")))) == 1
 
@@ -656,7 +658,10 @@ def test_options_that_cannot_be_are_refused(stream):
         ({"seq_len": 0}, "seq_len must be at least 1"),
         ({"packing_mode": "wrapped"}, "packing_mode must be 'sequential' or 'bin'"),
         ({"packing_mode": "bin", "packing_strategy": "magic"}, "packing_strategy must be one of"),
-        ({"packing_mode": "bin", "packing_strategy": "binpack", "packing_max_docs_per_bin": 2}, "knows no cap"),
+        (
+            {"packing_mode": "bin", "packing_strategy": "binpack", "packing_max_docs_per_bin": 2},
+            "has no caps other than tokens",
+        ),
         ({"packing_mode": "bin", "packing_strategy": "window"}, "packing_strategy=window is packing_mode='sequential'"),
         ({"packing_buffer_docs": 0}, "packing_buffer_docs must be at least 1"),
         ({"max_retries": -1}, "max_retries must be at least 0"),

@@ -199,7 +199,7 @@ def test_a_batch_of_which_nothing_is_left_is_told(tokenizer, caplog):
     """TEXT-5"""
     made = blocks([text(1), text(2)], tokenizer, max_length=4, min_len=2, **BARE)
     assert all(column == [] for column in made.values())
-    assert "no block is left" in caplog.text
+    assert "a call made no block of its documents" in caplog.text
     assert "'too_short_pieces': 2" in caplog.text
     assert blocks([], tokenizer, max_length=4)["input_ids"] == []
 
@@ -211,7 +211,7 @@ def test_bos_is_switched_off_with_one_warning(caplog):
         made = blocks([text(0), text(1)], tokenizer, max_length=9)
     assert made["input_ids"] == [[4, EOS, 5, EOS]]
     said = [record.getMessage() for record in caplog.records if "BOS" in record.getMessage()]
-    assert said == ["the tokenizer has no BOS token: add_bos is switched off"]
+    assert said == ["the tokenizer has no BOS token, so add_bos has no effect"]
     caplog.clear()
     blocks([text(0)], words(bos=False), max_length=9, add_bos=False)
     assert "BOS" not in caplog.text

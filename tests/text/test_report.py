@@ -77,9 +77,9 @@ def test_what_is_no_data_set_of_blocks_is_one_line(saved, tmp_path, capsys):
     for flags, said in (
         (
             [str(tmp_path)],
-            "is no data set that `save_to_disk` wrote; name such a folder, or give the --model of the run",
+            "is not a data set that `save_to_disk` wrote; name such a folder, or give the --model of the run",
         ),
-        ([str(tmp_path / "none.jsonl")], "is no data set that `save_to_disk` wrote"),
+        ([str(tmp_path / "none.jsonl")], "is not a data set that `save_to_disk` wrote"),
         ([str(tmp_path / "texts")], "has no blocks: there is no input_ids among its features (text)"),
         ([str(tmp_path / "both")], "these are several data sets; name one of them: test, train"),
         ([blocks, "--tokenizer", str(tmp_path / "none")], "cannot be loaded"),
@@ -100,7 +100,7 @@ def test_positions_by_hand(kind):
     assert positions_of(kind([5, 6, 7]), EOS).tolist() == [0, 1, 2]
     assert document_starts_of(kind([EOS, EOS, 4]), EOS) == [0, 1, 2]
     assert (document_starts_of([], EOS), positions_of([], EOS).tolist()) == ([], [])
-    with pytest.raises(DataError, match="documents are found by EOS, and there is none"):
+    with pytest.raises(DataError, match="documents are found by EOS, but eos_token_id is None"):
         positions_of(kind([5]))
     with pytest.raises(BoundaryError, match="must begin with 0 and ascend"):
         positions_of(kind([5, 6]), document_starts=[1])

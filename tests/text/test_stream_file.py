@@ -97,7 +97,7 @@ GOOD = "source: data/corpus.txt\ntokenizer: byte\nseq_len: 8\nbatch_size: 2\n"
         (GOOD.replace("byte", "no/folder/here"), "tokenizer 'no/folder/here' cannot be loaded"),
         (GOOD.replace("data/corpus.txt", "{name: x}"), "a source that is a data set needs its path, got name"),
         (GOOD.replace("data/corpus.txt", "{path: json, data_files: none.jsonl}"), "source 'json' cannot be loaded"),
-        (GOOD.replace("data/corpus.txt", "{path: json}") + "document: line\n", "document is of text files"),
+        (GOOD.replace("data/corpus.txt", "{path: json}") + "document: line\n", "document is an option for text files"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_with_the_file(folder, content, said, monkeypatch):

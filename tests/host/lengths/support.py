@@ -48,7 +48,8 @@ def context_of(template):
 
 def with_lengths(source, template, *args):
     """The lengths of a source, of rows as a template encodes them."""
-    return length_pass.with_lengths(source, RowEncoder(template), *args)
+    (measured,) = length_pass.with_all_lengths([source], RowEncoder(template), *args)
+    return measured
 
 
 def source(rows, name="rows", **options):

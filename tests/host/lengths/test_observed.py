@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from swift_vlpack.host import length_pass
-from swift_vlpack.rows.encoder import RowEncoder
-from tests.host.lengths.support import ARGS, source, texts
+from tests.host.lengths.support import ARGS, source, texts, with_lengths
 
 PLUGIN = """
 import builtins, functools, importlib, os, runpy, sys
@@ -45,7 +44,7 @@ class Starts:
         template, rows = self.runs.template([plugin]), rows or texts(4)
         args = {**vars(ARGS), "external_plugins": [str(plugin)], "dataset_num_proc": num_processes}
         self.encoded.clear()
-        sized = length_pass.with_lengths(source(rows), RowEncoder(template), type(ARGS)(**args), self.runs.cache)
+        sized = with_lengths(source(rows), template, type(ARGS)(**args), self.runs.cache)
         self.measured = len(self.encoded)
         assert type(os.environ) is os._Environ, "it is put back"
         return sized.sizes.lengths.tolist(), [template.encode(row, return_length=True)["length"] for row in rows]

@@ -82,7 +82,7 @@ def test_prepare_model_lets_it_through_when_asked(folder):
     with pytest.raises(ConfigError, match=r"prepare_model\(model, template, any_family=True\), then prove"):
         prepare_model(model, template)
     template.support_padding_free = False
-    with pytest.raises(ConfigError, match="says that it cannot be"):
+    with pytest.raises(ConfigError, match="declares that it cannot be packed"):
         prepare_model(model, template, any_family=True)
     template.support_padding_free = None
     assert prepare_model(model, template, any_family=True) is model

@@ -372,7 +372,10 @@ def test_line_says_what_was_not_looked_at(run):
     packing_options(packing_drop_last="false", packing_strategy="window", packing_length="200")
     _, (line,) = run(streaming="true")
     assert "encoded anew; " not in line
-    assert "; not looked at: its samples encoded anew and alone, other media beside them (where a stream cuts" in line
+    assert (
+        "; not looked at: its samples encoded anew and alone, other media beside them (the place where a stream cuts"
+        in line
+    )
     assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in line
 
 

@@ -106,7 +106,7 @@ def test_ms_swift_is_left_as_it_was(tmp_path):
 def test_source_without_a_usable_row_is_a_clear_error(tmp_path):
     """DATA-2"""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": []}, {"messages": []}])
-    with pytest.raises(DataError, match=r"source 'rows' \(.*rows.jsonl\): no usable row"):
+    with pytest.raises(DataError, match=r"source 'rows' \(.*rows.jsonl\) has no usable row"):
         load_sources(load_args([path]), config())
 
 
@@ -134,8 +134,8 @@ def test_fusion_config_gives_every_key_to_its_source(tmp_path):
     [
         (None, "cannot be read"),
         ("sources: [", "not YAML"),
-        ("- a", "expected the key sources, a list"),
-        ("sources: []\nratio: 1", "expected the key sources, a list, and at most ratio_by beside it"),
+        ("- a", "expected the key sources, which is a list"),
+        ("sources: []\nratio: 1", "expected the key sources, which is a list, and no other key but ratio_by"),
         ("sources: []\nratio_by: words", "ratio_by must be one of rows, tokens, got 'words'"),
         ("sources: [{name: a}]", "source 1: expected a mapping with the key dataset"),
         ("sources: [{dataset: a, ration: 1}]", "source 1: unknown key 'ration'; known: dataset, name, ratio"),
@@ -195,6 +195,6 @@ def test_hub_that_does_not_answer_is_said_with_what_was_looked_for_and_where(tmp
     with pytest.raises(Refused) as refused:
         load_sources(load_args([str(good), "owner/rows_that_are_nowhere"]), config())
     said = str(refused.value)
-    assert said.startswith("the hub cannot be reached: owner/rows_that_are_nowhere is no file or folder in ")
+    assert said.startswith("the hub cannot be reached: owner/rows_that_are_nowhere is not a file or folder in ")
     assert f"in {tmp_path}, so it was looked for on Hugging Face" in said
     assert "good.jsonl" not in said.partition("did not answer")[0]
