@@ -19,6 +19,7 @@ from swift_vlpack.attention.prepare import unwrapped
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.host.ranks import results_of_all
+from swift_vlpack.proof.branches import shared_of
 from swift_vlpack.proof.first_batch import FirstSequence
 from swift_vlpack.proof.in_training import measure_in_training
 from swift_vlpack.proof.passes import Passes
@@ -27,7 +28,7 @@ from swift_vlpack.proof.prove import prove_in_training, run_proof
 from swift_vlpack.rows.samples import PackRecord, SampleId
 from tests.e2e.ranks import free_port
 from tests.host.proof import sabotage as s
-from tests.host.proof.proof_models import TextBatches, text_samples
+from tests.host.proof.proof_models import TextBatches, text_samples, text_units
 
 LENGTHS = (24, 9, 31, 14, 20)
 SECONDS = 180
@@ -118,7 +119,8 @@ def first_batch(samples, right):
     if not samples:
         batch["labels"].fill_(-100)
     names = tuple(SampleId("text", number) for number in range(len(samples)))
-    record = PackRecord(0, 0, names, tuple(sample["length"] for sample in samples), 0)
+    lengths, shared = tuple(sample["length"] for sample in samples), shared_of(samples)
+    record = PackRecord(0, 0, names, lengths, 0, shared=shared if any(shared) else ())
     return FirstSequence(batch, record, samples, template, right.is_ordinary)
 
 
@@ -207,6 +209,30 @@ def test_two_ranks_prove_their_first_batches(kind, is_frozen, told):
         )
         assert (compared in said) == (kind != "ddp")
         assert "gradients of parameters (" not in said
+
+
+def prove_units(rank):
+    """Both lines of a model that is sharded; the second rank has no prefix, and takes part in every pass."""
+    right = s.llama(attention_dropout=0.3)
+    model = WRAPPERS["fsdp"](right.model.train())
+    samples = [*text_units(20, (9, 14, 7), (5, 30)), *text_samples(24)]
+    before = run_proof(ProofModel(unwrapped(model), right.batches, right.is_ordinary), samples, [samples])
+    in_training = proved_in_training(model, right, text_samples(9, 14) if rank else samples)
+    return f"{before.line('vlpack')}\n{in_training}"
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_two_ranks_prove_prefixes_of_one_of_them(tmp_path):
+    """SHARE-60 SHARE-63 ISO-24"""
+    (line, first), (other, second) = (said.split("\n") for said in on_two_ranks(prove_units, tmp_path))
+    assert line == other
+    assert "10 branches of 4 shared prefixes among them" in line
+    assert "2 prefixes with 5 branches" in first
+    assert "prefix" not in second
+    for said in (first, second):
+        assert said.startswith("isolation verified in training")
+        assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in said
 
 
 # -- it does not hold --------------------------------------------------------------------------------------------------
