@@ -1,6 +1,8 @@
 """Several ranks of torch.distributed measure one source."""
 
 import os
+import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,18 +22,33 @@ def on_two_ranks(case, template, folder):
     """Run `case(rank, template)` in two processes that talk over gloo; what each of them gave, or its error."""
     context = mp.get_context("fork")
     answers = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(case, template, folder, rank, answers)) for rank in range(2)]
+    # A file for each meeting: a second one by the same file could find what the first has not removed yet.
+    meeting = folder / f"meeting-{uuid.uuid4().hex}"
+    ranks = [context.Process(target=_rank, args=(case, template, meeting, rank, answers)) for rank in range(2)]
     for process in ranks:
         process.start()
-    given = dict(answers.get() for _ in ranks)
+    given = dict(_answer(answers, ranks) for _ in ranks)
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0, "a rank hangs"
     return given[0], given[1]
 
 
-def _rank(case, template, folder, rank, answers):
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+def _answer(answers, ranks):
+    """The next answer; a rank that died without one ends the test, as the other would wait for it for ever."""
+    deadline = time.monotonic() + 300
+    while answers.empty():
+        died = [process.exitcode for process in ranks if process.exitcode]
+        if died or time.monotonic() > deadline:
+            for process in ranks:
+                process.kill()
+            raise AssertionError(f"a rank died (exit codes {died})" if died else "a rank hangs")
+        time.sleep(0.01)
+    return answers.get()
+
+
+def _rank(case, template, meeting, rank, answers):
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     try:
         answer = case(rank, template)
     except Exception as error:
