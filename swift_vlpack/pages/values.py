@@ -170,8 +170,6 @@ class PackShown:
         """Return the pack for other programs."""
         made = asdict(self)
         made["row"] = made.pop("sequence")  # an older name of this key, which scripts read (docs/concepts.md)
-        if made["row"] is not None and not made["row"]["parents"]:
-            del made["row"]["parents"]  # so that a pack without shared prefixes is what it was before there were any
         made["members"] = [member.as_json() for member in self.members]
         made["prefixes"] = [prefix.as_json() for prefix in self.prefixes]
         if not self.prefixes:  # as it was before samples could share any

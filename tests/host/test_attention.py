@@ -45,7 +45,9 @@ def test_packing_attention_fixes_the_kernel(small_folder, data, tmp_path, caplog
         return grouped(row)
 
     use = attention.use_kernel
-    monkeypatch.setattr(attention, "use_kernel", lambda model, kernel: use(model, {grouped: noted}.get(kernel, kernel)))
+    monkeypatch.setattr(
+        attention, "use_kernel", lambda model, kernel, *more: use(model, {grouped: noted}.get(kernel, kernel), *more)
+    )
     with caplog.at_level(logging.INFO):
         run(small_folder("qwen2_5_vl"), "qwen2_5_vl", data, tmp_path)
     assert re.search("attention vlpack: grouped, as asked for", caplog.text)

@@ -241,7 +241,7 @@ def test_held_row_that_cannot_be_read_any_more_is_left_out(template, tmp_path):
         (lambda data: data[:3], "ends before it: the data has changed"),
         (
             lambda data: [text_row("another", "word " * 30)] * len(data),
-            "tokens and had .* data or template have changed",
+            "tokens, but had .* data or template have changed",
         ),
     ],
 )

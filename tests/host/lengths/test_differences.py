@@ -126,7 +126,7 @@ def test_source_that_fell_back_stays_correct_with_new_rows(template, tmp_path, m
     rows += [image_row([other])]
     sizes = with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path)).sizes
     assert sizes.lengths.tolist() == [outcome(template, row).length for row in rows]
-    assert "found to differ at an earlier start" in said[0]
+    assert "an earlier start found that they differ" in said[0]
     assert said[0].endswith(sizes.without_headers)
 
 

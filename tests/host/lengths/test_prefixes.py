@@ -224,6 +224,11 @@ class OneAtATime(RandomStream):
         super().__exit__(*error)
         self.lock.release()
 
+    @property
+    def has_drawn(self):
+        with self.lock:  # which begins the states of the process anew, to compare
+            return super().has_drawn
+
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_agree_with_one_rank(num_ranks, template, tmp_path, monkeypatch):

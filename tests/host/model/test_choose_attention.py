@@ -1,5 +1,6 @@
 """The choice for a model, its template and its packs."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,12 +14,16 @@ from swift_vlpack.attention.choose_kernel import choose
 from swift_vlpack.attention.kernels import by_lengths, grouped, segments
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.plan.planner import plan
 
 
 def packs(lengths=None, **options):
     """All that is asked of packs."""
-    plan = None if lengths is None else SimpleNamespace(lengths=np.array(lengths))
-    return SimpleNamespace(config=PackingConfig(packing_length=200, **options), epoch_plan=plan)
+    of_epoch = None
+    if lengths is not None:
+        packs = plan([length or 1 for length in lengths], PackingConfig(packing_length=200))
+        of_epoch = SimpleNamespace(packs=replace(packs, lengths=np.array(lengths)))  # some cannot be encoded
+    return SimpleNamespace(config=PackingConfig(packing_length=200, **options), epoch_plan=of_epoch)
 
 
 def test_kernel_is_chosen_for_rows_like_those_of_the_run(tiny, monkeypatch):

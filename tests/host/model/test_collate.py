@@ -11,6 +11,7 @@ from swift.utils import get_packed_seq_params
 from swift_vlpack.errors import BoundaryError, ConfigError
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.sequence import boundary_tensors, completed, layout
+from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import PackedSamples, PackRecord, SampleId
@@ -285,7 +286,7 @@ def test_text_template_gets_the_boundaries_it_does_not_make_itself(text_template
 def test_boundary_tensors_are_those_that_the_host_makes_of_positions(lengths):
     """DATA-11"""
     positions = torch.tensor([[n for length in lengths for n in range(length)]])
-    ours, theirs = boundary_tensors(lengths), get_packed_seq_params(positions)
+    ours, theirs = boundary_tensors(Boundaries(lengths)), get_packed_seq_params(positions)
     assert_equal(ours, theirs)
     assert {name: tensor.dim() for name, tensor in ours.items()} == {name: t.dim() for name, t in theirs.items()}
     assert ours["cu_seq_lens_q"].dtype == theirs["cu_seq_lens_q"].dtype
