@@ -46,6 +46,16 @@ def mixed_rows(folder: Path, num_rows: int, *, seed: int = 0, largest: int = 300
     return rows
 
 
+def rows_about_images(folder: Path, num_images: int, rows_an_image: int, *, seed: int) -> list[list[dict[str, Any]]]:
+    """Questions about photographs: a list for each of them."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(num_images):
+        image = photo(folder, str(number), rng.randint(90, 240), rng.randint(90, 240), seed=number)
+        found.append([image_row([image], sentence(rng, 2, 9), sentence(rng, 1, 12)) for _ in range(rows_an_image)])
+    return found
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     """One JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

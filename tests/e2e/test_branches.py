@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 
-from tests.data_rows import image_row, sentence, write_jsonl
+from tests.data_rows import rows_about_images, write_jsonl
 from tests.e2e.ranks import Run, last_complete, step_of, trained
 from tests.host.runs import SMALL_VOCABULARY, argv
-from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
 NUM_IMAGES, ROWS_AN_IMAGE = 20, 6
@@ -22,12 +21,8 @@ ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vqa")
-    rng = random.Random(7)
-    rows = []
-    for number in range(NUM_IMAGES):
-        image = photo(folder, str(number), rng.randint(90, 200), rng.randint(90, 200), seed=number)
-        rows += [image_row([image], sentence(rng, 2, 9), sentence(rng, 1, 12)) for _ in range(ROWS_AN_IMAGE)]
-    rng.shuffle(rows)
+    rows = [row for rows in rows_about_images(folder, NUM_IMAGES, ROWS_AN_IMAGE, seed=7) for row in rows]
+    random.Random(7).shuffle(rows)
     return write_jsonl(folder / "train.jsonl", rows)
 
 

@@ -6,10 +6,9 @@ import random
 import pytest
 
 from swift_vlpack.errors import ConfigError
-from tests.data_rows import image_row, sentence, text_row, write_jsonl
+from tests.data_rows import rows_about_images, sentence, text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.host.same_steps import curve, largest_differences, largest_gap, packed_steps, weights
-from tests.images import photo
 from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
@@ -24,10 +23,8 @@ def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vqa")
     rng = random.Random(5)
     rows = []
-    for number in range(NUM_IMAGES):
-        image = photo(folder, str(number), rng.randint(120, 240), rng.randint(120, 240), seed=number)
-        rows += [image_row([image], sentence(rng, 2, 9), sentence(rng, 1, 12)) for _ in range(ROWS_AN_IMAGE)]
-        rows.append(text_row(sentence(rng, 2, 9), sentence(rng, 1, 12)))
+    for of_image in rows_about_images(folder, NUM_IMAGES, ROWS_AN_IMAGE, seed=5):
+        rows += [*of_image, text_row(sentence(rng, 2, 9), sentence(rng, 1, 12))]
     rows = [{**row, "channel": "ab"[number % 3 == 0]} for number, row in enumerate(rows)]
     return write_jsonl(folder / "train.jsonl", rows)
 
