@@ -55,7 +55,7 @@ class SavedSource:
     numbers: NDArray[np.int64]
     """Numbers of these rows in their file, which the loader may have shuffled."""
     prefixes: SharedPrefixes | None = None
-    """Which rows share a prefix; None if the run shares none."""
+    """The key and length of the prefix of each row; None if the run shares no prefixes."""
 
 
 @dataclass(frozen=True, slots=True)

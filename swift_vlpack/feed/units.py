@@ -9,7 +9,6 @@ pixels and grids. A row that differs is trained alone, for example if its templa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA
 from swift_vlpack.rows.families import PIXELS
-from swift_vlpack.rows.prefixes import without_pixels
+from swift_vlpack.rows.prefixes import are_equal, without_pixels
 from swift_vlpack.rows.samples import Encoded, SampleId
 
 logger = logging.getLogger(__name__)
@@ -107,12 +106,12 @@ def why_apart(sample: Encoded, unit: Unit) -> str | None:
         return "other tokens"
     for name in _TYPES:
         one, other = first.get(name), sample.get(name)
-        if one is not None and other is not None and not _is_same(_start_of(one, prefix), _start_of(other, prefix)):
+        if one is not None and other is not None and not are_equal(_start_of(one, prefix), _start_of(other, prefix)):
             return f"other {name}"
     brings_pixels = has_pixels(sample)
     for name in sorted(OF_MEDIA):
         one, other = unit.pixels.get(name) if name in PIXELS else first.get(name), sample.get(name)
-        if (brings_pixels or name not in PIXELS) and not _is_same(one, other):
+        if (brings_pixels or name not in PIXELS) and not are_equal(one, other):
             return f"other {name}"
     return None
 
@@ -132,13 +131,3 @@ def why_no_prefix(sample: Encoded, prefix: int) -> str | None:
 
 def _start_of(value: Any, prefix: int) -> Any:
     return value[..., :prefix] if isinstance(value, torch.Tensor) else value[:prefix]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
-    return bool(one == other)

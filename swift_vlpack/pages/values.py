@@ -51,7 +51,7 @@ class Member:
     start: int
     """Index of its first token in the sequence."""
     num_tokens: int
-    """Of a branch, without those of its prefix."""
+    """Tokens of the sample; those of a branch do not include its prefix."""
     num_supervised: int
     num_vision: int
     positions: Mapping[str, tuple[int, int]]
@@ -116,7 +116,7 @@ class SequenceTensors:
     If samples share prefixes, the starts are those of prefixes and branches.
     """
     parents: list[int] = field(default_factory=list)
-    """Of each segment the index of its prefix, or -1; empty if no samples share a prefix."""
+    """Index of the prefix of each segment, -1 for none; empty if no samples share a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)

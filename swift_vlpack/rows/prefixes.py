@@ -298,16 +298,19 @@ def have_same_prefix(one: Encoded, other: Encoded, length: int) -> bool:
     """Tell whether two samples have the same first tokens, and the same pixels and grids."""
     if [int(token) for token in one["input_ids"][:length]] != [int(token) for token in other["input_ids"][:length]]:
         return False
-    return all(_are_equal(one.get(name), other.get(name)) for name in OF_MEDIA)
+    return all(are_equal(one.get(name), other.get(name)) for name in OF_MEDIA)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Tell whether two values of a field are equal: tensors and arrays by content, also inside lists and mappings."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return bool(np.array_equal(one, other))
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(are_equal(one[name], other[name]) for name in one)
     return type(one) is type(other) and bool(one == other)
 
 
