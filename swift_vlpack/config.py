@@ -336,12 +336,6 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
             "without len()): which samples a step of a stream trains depends on how ranks and workers share it; load "
             "the data sized, or leave packing_batch out"
         )
-    if config.shares_media and not is_sized:
-        raise ConfigError(
-            "packing_share=media needs data with a length, and this has none (--streaming true, or an iterable without "
-            "len()): rows that share an image may be far apart in a stream; load the data sized, or leave "
-            "packing_share out"
-        )
     if config.packing_mode == "plan" and not is_sized:
         raise ConfigError(
             "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
@@ -505,11 +499,6 @@ def _check_shared(config: PackingConfig) -> None:
         raise ConfigError(
             "packing_strategy=window cuts rows wherever a pack is full, and packing_share=media needs whole rows; give "
             "another strategy, or packing_share=none"
-        )
-    if config.packing_mode == "buffer":
-        raise ConfigError(
-            "packing_share=media needs to know which rows begin with the same media before it packs them, and "
-            "packing_mode=buffer packs rows as they come; leave packing_mode out, or packing_share"
         )
 
 

@@ -75,6 +75,23 @@ class Buffer:
             self._num_carried[serial] = num_carried
         self.shortest = min(self.shortest, length)
 
+    def fits(self, serial: int, more: int, use: tuple[int, ...]) -> bool:
+        """Tell whether an item can become longer by `more` tokens, and still fit into a pack."""
+        index = self.serials.index(serial)
+        # A strategy that keeps the order has one open pack, with all items.
+        together = range(len(self)) if self.is_in_order else (index,)
+        if sum(self.lengths[at] for at in together) + more > self._capacity:
+            return False
+        used = zip(*(self._uses[at] for at in together), use, strict=True) if self._limits else ()
+        return all(sum(one) <= limit for one, limit in zip(used, self._limits, strict=False))
+
+    def lengthen(self, serial: int, more: int, use: tuple[int, ...]) -> None:
+        """Make an item longer. `use` is what it uses of each cap in addition."""
+        index = self.serials.index(serial)
+        self._shelf.lengthen(index, more)
+        if self._limits:
+            self._uses[index] = tuple(map(sum, zip(self._uses[index], use, strict=True)))
+
     def fill(self, serials: Iterable[int], lengths: Iterable[int], uses: Iterable[tuple[int, ...]]) -> bool:
         """Add items from the front of these iterators until the buffer is full. Returns whether it is full."""
         num_more = self._num_to_step - len(self.serials)
