@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.units import Unit, unit_of, why_apart, why_no_prefix
 from swift_vlpack.plan.items import Item, ItemId
 from swift_vlpack.rows.beginnings import Beginning
-from swift_vlpack.rows.samples import Encoded, SampleError
+from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
+from swift_vlpack.rows.shared import Alone
 
 NOTHING_SHARED = Beginning()
 Fits = Callable[[ItemId, int], bool]
@@ -33,8 +35,17 @@ class Held:
     lengths: list[int]
     """The tokens of each sample alone."""
     beginning: Beginning = NOTHING_SHARED
+    why_alone: Alone = Alone.NOTHING_SHARED
+    """Why a sample is by itself although another one that waited with it has its medium."""
     errors: list[SampleError] = field(default_factory=list)
     """Samples that could be encoded before the run was interrupted, but not now."""
+
+    @property
+    def alone(self) -> list[tuple[SampleId, Alone]]:
+        """Return the sample and why it is by itself, if another one has its medium."""
+        if not self.why_alone or len(self.ids) > 1:
+            return []
+        return [(sample["sample_id"], self.why_alone) for sample in self.unit.samples]
 
     def in_pack(self) -> list[Encoded]:
         """Return the samples as a pack has them: the first with the pixels, the others as branches."""
@@ -49,6 +60,7 @@ class Waiting:
         self._capacity = config.packing_length
         self._held: dict[ItemId, Held] = {}
         self._by_key: dict[bytes, list[ItemId]] = {}
+        self._by_medium: dict[bytes, set[ItemId]] = {}
 
     def __getitem__(self, key: ItemId) -> Held:
         return self._held[key]
@@ -60,7 +72,9 @@ class Waiting:
 
     def add(self, key: ItemId, sample: Encoded, beginning: Beginning) -> None:
         """Let a sample wait; others may join it."""
-        self._hold(key, Held(Unit([sample]), [key], [int(sample["length"])], beginning))
+        held = Held(Unit([sample]), [key], [int(sample["length"])], beginning)
+        self._say_why_alone(held)
+        self._hold(key, held)
 
     def join(self, key: ItemId, sample: Encoded, beginning: Beginning, fits: Fits) -> tuple[ItemId, int] | None:
         """Let a sample join others that begin alike: the first of these items with room for it.
@@ -103,16 +117,35 @@ class Waiting:
     def take(self, item: ItemId) -> Held:
         """Return what an item stands for, and forget it."""
         held = self._held.pop(item)
-        if (key := held.beginning.key) in self._by_key:
-            self._by_key[key].remove(item)
-            if not self._by_key[key]:
-                del self._by_key[key]
+        places: list[tuple[dict[bytes, Any], bytes]] = [(self._by_medium, one) for one in set(held.beginning.media)]
+        if held.beginning.key:
+            places.append((self._by_key, held.beginning.key))
+        for of_digest, digest in places:
+            of_digest[digest].remove(item)
+            if not of_digest[digest]:
+                del of_digest[digest]
         return held
 
     def _hold(self, item: ItemId, held: Held) -> None:
         self._held[item] = held
         if held.beginning.key:
             self._by_key.setdefault(held.beginning.key, []).append(item)
+        for medium in held.beginning.media:
+            self._by_medium.setdefault(medium, set()).add(item)
+
+    def _say_why_alone(self, held: Held) -> None:
+        """Keep why a sample joins no other that has its medium, and why these do not join it."""
+        begins = held.beginning
+        if begins.cause is Alone.FAMILY_UNKNOWN:  # which medium is whose is not known
+            held.why_alone = begins.cause
+        for item in set().union(*(self._by_medium.get(medium, ()) for medium in begins.media)):
+            other = self._held[item]
+            # With equal keys they do not fit together: a pack or a unit would be too long, which is no fault of theirs.
+            if other.beginning.key == begins.key and begins.key:
+                continue
+            differ = Alone.OTHER_TOKENS if other.beginning.media == begins.media else Alone.OTHER_MEDIA
+            for one in (held, other):
+                one.why_alone = one.why_alone or one.beginning.cause or differ
 
 
 def _joined(held: Held, sample: Encoded, num_shared: int) -> bool:

@@ -24,8 +24,8 @@ from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.joining import NOTHING_SHARED, Waiting
 from swift_vlpack.feed.packs import Packs, packed_samples
-from swift_vlpack.plan.items import Item, ItemId
-from swift_vlpack.plan.packer import Pack, Packer
+from swift_vlpack.plan.items import Item, ItemId, Pack
+from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
@@ -33,7 +33,8 @@ from swift_vlpack.rows.beginnings import Beginning, BeginningReader
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import RowCutter, in_parts
 from swift_vlpack.rows.encoder import Template
-from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
+from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.source import Row
 
 WorkerState = dict[str, Any]
@@ -91,6 +92,20 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         cutter = self.dataset.encoder.cutter
         read = chain.from_iterable(in_parts(row, cutter) for row in self.dataset.samples(0))
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
+
+    def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
+        """Return the first samples of epoch 0, those that begin alike as neighbours, and what each shares so."""
+        if not self.config.shares_media:
+            return super().preview_in_units(num_samples)
+        reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
+        by_key: dict[Any, list[tuple[Encoded, int]]] = {}
+        read = ((row, sample) for row, sample in self.dataset.rows_and_samples(0) if isinstance(sample, dict))
+        for number, (row, sample) in enumerate(islice(read, num_samples)):
+            begins = reader.of(row, sample)
+            alike = by_key.setdefault(begins.key or number, [])
+            alike.append((sample, begins.length() if alike else 0))
+        found = [one for alike in by_key.values() for one in alike]
+        return [sample for sample, _ in found], [num_shared for _, num_shared in found]
 
     def restore(self, progress: ReaderProgress) -> None:
         """Continue the saved epoch after the last pack that was trained."""
@@ -316,17 +331,18 @@ class _Buffer:
         return found
 
     def _next(self) -> PackedSamples:
-        samples = []
+        samples, alone = [], []
         for item in self._ready.popleft():
             held = self._waiting.take(item.id)
             self._left_out += [counted_failure(error, 1) for error in held.errors]
             samples += held.in_pack()
-        return self._pack(samples)
+            alone += held.alone
+        return self._pack(samples, alone)
 
-    def _pack(self, samples: list[Encoded]) -> PackedSamples:
+    def _pack(self, samples: list[Encoded], alone: Sequence[tuple[SampleId, Alone]] = ()) -> PackedSamples:
         left_out, self._left_out = self._left_out, []
         self._num_packs += 1
-        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
+        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out, alone=alone)
         # Take the state now, when the samples of this pack no longer wait: it is the state after the pack.
         pack.record = replace(pack.record, progress=(self.state(),))
         return pack

@@ -1,4 +1,4 @@
-"""Find out how the rows of a stream begin, one by one as they come: their tokens through the last medium, and its pixels.
+"""Find out how the rows of a stream begin, as they come: their tokens through the last medium, and its pixels.
 
 Sized data is looked at before training, without pixels (`prefixes.py`). The rows of a stream are only seen when they
 are encoded, so here their tensors decide. Two rows whose `Beginning` has the same key may share a prefix; the reader

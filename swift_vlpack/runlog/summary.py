@@ -54,7 +54,7 @@ def end_text(trained: Counts, *, step: int, num_steps: int, num_ranks: int, outp
             f"mean fill {trained.fill_mean:.1%}",
             2,
         ),
-        *([("", shared_in_words(trained), 2)] if trained.num_units or trained.num_apart else []),
+        *([("", shared_in_words(trained), 2)] if trained.tells_of_sharing else []),
         (
             "speed",
             f"{trained.num_tokens / seconds:.0f} tokens and {trained.num_packed / seconds:.1f} samples a second, in "
