@@ -33,6 +33,7 @@ from swift_vlpack.rows.beginnings import Beginning, BeginningReader
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import RowCutter, in_parts
 from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.families import refuse_sharing
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.source import Row
@@ -73,6 +74,8 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         num_ranks: int = 1,
     ) -> None:
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
+        if config.shares_media:
+            refuse_sharing(getattr(template, "config", None))
         if self.sources and self.dataset.mix.ratio_by != "rows":
             self.dataset.mix.schedule(0)  # raises now, and not in a worker: ratios by tokens need lengths
         self.rank = rank
