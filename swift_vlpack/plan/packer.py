@@ -122,7 +122,7 @@ class Packer:
         assert serial is not None, f"item {key!r} does not wait"
         item = self._items[serial]
         self._items[serial] = item._replace(length=item.length + num_tokens)
-        self.buffer.lengthen(serial, num_tokens, self._use_of_joined(num_samples))
+        self.buffer.lengthen(serial, num_tokens, num_samples, self._use_of_joined(num_samples))
         return self._emitted(self.buffer.step()) if self.buffer.is_in_order else []
 
     def flush(self) -> list[Pack]:

@@ -79,6 +79,8 @@ def _entries(facts: Mapping[str, Any]) -> Iterator[Entry]:
         yield "checkpoint", facts["checkpoint"], 1
     if facts["plan"] is None:
         yield "data", "a stream: rows are packed as they come, and counted when they are trained or left out", 1
+        if "packing_share" in facts:
+            yield "shared", "rows that wait for a pack together and begin alike; counted when they are trained", 1
     else:
         yield from _about_data(facts["data"], facts["plan"])
         yield from _about_plan(facts["plan"], facts["epoch"], facts["data"].get("share"))

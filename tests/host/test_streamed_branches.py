@@ -71,6 +71,7 @@ def test_every_row_is_trained_once_and_both_proofs_see_the_units(
         assert shared["num_shared_tokens"] > 0.4 * shared["num_tokens_alone"]
     said = [record.getMessage() for record in caplog.records]
     assert sum("branches" in line and "isolation" in line for line in said) >= 2, said
+    assert any("shared       rows that wait for a pack together and begin alike" in line for line in said)
 
 
 def test_an_epoch_in_one_step_is_that_of_a_stream_without_sharing(dataset, small_folder, tmp_path, options):
