@@ -156,7 +156,7 @@ def test_rows_that_stay_alone_are_counted_by_cause_with_the_way_out(template, tm
 
 
 def several(text, *paths):
-    return {**text_row("<image>" * len(paths) + text), "images": list(paths)}
+    return image_row(list(paths), text)
 
 
 def rows_with_first_images_in_common(folder):
