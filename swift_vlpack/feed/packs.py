@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.attention.prepare import check_ready
+from swift_vlpack.attention.prepare import check_ready, refuse_flat_attention
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.units import IN_PREFIX, SHARED
@@ -90,6 +90,8 @@ def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, 
     # The rows may have another template, such as a copy that fetches URLs in another way.
     for used in {id(one): one for one in (template, rows.template)}.values():
         check_ready(used, needs_model=False)
+        if config.shares_media:
+            refuse_flat_attention(getattr(used, "model", None))
     rows.encode_for(config)
     template.packing = True
     template.padding_free = True

@@ -117,8 +117,8 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def encode_branch(self, address: Address, row: Row | None = None) -> Encoded | None:
         """Encode a whole row whose media another row brings: without decoding them, and without pixels.
 
-        Every other field is as `encode` makes it. Returns None where that is not known for certain, as for videos or
-        without ms-swift's header encoding: then call `encode`.
+        Every other field is as `encode` makes it. Returns None where that is not known for certain, as for videos that
+        are lists of frames or without ms-swift's header encoding: then call `encode`.
         """
         encoder = self._branch_encoders[address.source]
         if encoder is None or address.span is not None:
