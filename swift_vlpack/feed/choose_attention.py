@@ -53,5 +53,5 @@ def choose_attention(
             model(**on_device(inputs, next(model.parameters()).device))
 
     plan = packs.epoch_plan
-    typical = typical_boundaries(None if plan is None else plan.packs, packs.config.packing_length)
+    typical = typical_boundaries(None if plan is None else plan.packs, packs.config)
     return choose(model, forward, typical, wanted=wanted, results_of_all=results_of_all)

@@ -49,6 +49,10 @@ class Unit:
     takes_more: set[int] = field(default_factory=set)
     """Indices of the samples that take more tokens than planned."""
 
+    def add(self, sample: Encoded, inside: MediaInPrefix | None = None) -> None:
+        """Add a sample that begins like the others (`why_apart`); `inside` are its media in the prefix, or None: all."""
+        self.samples.append(divided(sample, inside))
+
     def in_pack(self, kept: list[int]) -> list[Encoded]:
         """Return some samples of the unit as a pack has them: the first with the pixels, the others as branches."""
         if self.prefix == 0 or not kept:
@@ -104,7 +108,7 @@ class UnitsOfPack:
         """Tell whether a sample that was encoded without its pixels needs them: no other sample brings all of them."""
         if self.open is None or has_media_after(sample, prefix, self._tokens):
             return True
-        return why_apart(sample, self.open, None) is not None
+        return why_apart(sample, self.open) is not None
 
     def add(self, sample: Encoded, prefix: int) -> Unit:
         """Put a sample into the open unit, or begin another unit with it, which stays open if it can have a prefix."""
@@ -119,7 +123,7 @@ class UnitsOfPack:
             self.apart.add(sample["sample_id"])
             logger.warning("%s: shares no prefix after all, and is trained whole: %s", sample["sample_id"], why)
         elif self.open is not None:
-            self.open.samples.append(divided(sample, inside))
+            self.open.add(sample, inside)
             return self.open
         unit = unit_of(sample, 0 if why else prefix, inside)
         self.units.append(unit)
@@ -132,9 +136,10 @@ def has_pixels(sample: Encoded) -> bool:
     return any(sample.get(name) is not None for name in PIXELS)
 
 
-def why_apart(sample: Encoded, unit: Unit, inside: MediaInPrefix | None) -> str | None:
-    """Say why an encoded sample cannot be a branch of a unit; None if it can. `inside` are its media in the prefix.
+def why_apart(sample: Encoded, unit: Unit, inside: MediaInPrefix | None = None) -> str | None:
+    """Say why an encoded sample cannot be a branch of a unit; None if it can.
 
+    `inside` are its media in the prefix; None stands for all.
     The pixels are compared if the sample has any. Without them it was encoded from the header of the same image.
     """
     first, prefix = unit.samples[0], unit.prefix

@@ -2,7 +2,8 @@
 
 The pass has five steps. In each step every rank works on its share of the rows, and all ranks get the same result:
 
-1. Read the head of every row (`rows/prefixes.py`), and find out which media are the same (`media_digests.py`).
+1. Read the head of every row (`rows/prefixes.py`), unless an earlier start did (`known_heads.py`), and find out which
+   media are the same (`media_digests.py`).
 2. Group the rows of all sources by head and media. A group of two or more rows has a prefix.
 3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
 4. Encode some rows of each source in full, to see that the prefix is the same in every row of a group.
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.lengths import forked
+from swift_vlpack.lengths.known_heads import Heads, KnownHeads
 from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, Records
 from swift_vlpack.lengths.measure import Progress
 from swift_vlpack.lengths.media_digests import identities
@@ -40,8 +42,8 @@ from swift_vlpack.rows.families import MediaTokens, refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.prefixes import (
-    Beginning,
     FileState,
+    FirstMedia,
     Head,
     HeadReader,
     Prefix,
@@ -157,20 +159,6 @@ def log_sharing(source: RowSource) -> None:
 # -- heads of all rows ------------------------------------------------------------------------------------------------
 
 
-class _Heads(NamedTuple):
-    """The heads of some rows of a source, in arrays."""
-
-    indices: NDArray[np.int64]
-    digests: Keys
-    causes: NDArray[np.uint8]
-    has_digest: NDArray[np.bool_]
-    num_names: NDArray[np.int64]
-    names_at: NDArray[np.int64]
-    """The media of all rows one after the other, as places in `names`."""
-    names: list[str]
-    files: dict[str, FileState]
-
-
 class _HeadTask(NamedTuple):
     source: int
     indices: NDArray[np.int64]
@@ -182,27 +170,27 @@ class _HeadWork:
         # One reader for each source, because rows of several tasks may name the same file.
         self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
 
-    def __call__(self, task: _HeadTask) -> _Heads:
+    def __call__(self, task: _HeadTask) -> Heads:
         source, reader = self._sources[task.source], self._readers[task.source]
         return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
 
 
-class _BeginningWork:
+class _FirstMediaWork:
     """Reads what rows with several media begin with."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
         self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
 
-    def __call__(self, task: _HeadTask) -> list[list[Beginning]]:
+    def __call__(self, task: _HeadTask) -> list[list[FirstMedia]]:
         source, reader = self._sources[task.source], self._readers[task.source]
-        return [reader.beginnings(row) for row in rows_at(source.rows, task.indices.tolist())]
+        return [reader.first_media(row) for row in rows_at(source.rows, task.indices.tolist())]
 
 
-def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> _Heads:
+def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> Heads:
     names: dict[str, int] = {}
     places = [names.setdefault(name, len(names)) for head in heads for name in head.media]
-    return _Heads(
+    return Heads(
         indices,
         np.frombuffer(b"".join(head.digest or bytes(16) for head in heads), KEY),
         np.array([head.cause for head in heads], np.uint8),
@@ -217,7 +205,7 @@ def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader
 class _Rows:
     """The heads of all rows of all sources, joined: one number for every row, one for every medium."""
 
-    def __init__(self, sources: Sequence[RowSource], of_tasks: Sequence[tuple[int, _Heads]]) -> None:
+    def __init__(self, sources: Sequence[RowSource], of_tasks: Sequence[tuple[int, Heads]]) -> None:
         self.first = np.cumsum([0, *(len(source.rows) for source in sources)])
         num_rows = int(self.first[-1])
         self.digests = np.zeros(num_rows, KEY)
@@ -273,7 +261,7 @@ class _Rows:
             made[16 * row : 16 * row + 16] = hashlib.blake2b(content, digest_size=16).digest()
         return np.frombuffer(made, KEY)
 
-    def key_of(self, row: int, beginning: Beginning) -> bytes:
+    def key_of(self, row: int, beginning: FirstMedia) -> bytes:
         """Return the key of a row's beginning: that of a row which has no more media."""
         names = [self.digests_of_names[self.media[row][at]] for at in beginning.names]
         return hashlib.blake2b(beginning.digest + b"".join(names), digest_size=16).digest()
@@ -290,7 +278,7 @@ class _Wanted(NamedTuple):
     source: int
     row_index: int
     has_media: bool
-    beginning: Beginning | None = None
+    beginning: FirstMedia | None = None
     """The beginning of the row that is the prefix; None if the prefix has all media of the row."""
 
 
@@ -381,7 +369,7 @@ class _Group:
     key: bytes
     whole: list[int]
     """Rows with no other media."""
-    partial: dict[int, Beginning]
+    partial: dict[int, FirstMedia]
     """Rows with more media, and what each of them has in common with the others."""
 
     @property
@@ -461,10 +449,13 @@ class _PrefixPass:
 
     def _rows(self) -> _Rows:
         sources = [one.source for one in self._given]
-        mine = [np.arange(self._comm.rank, len(source.rows), self._comm.num_ranks) for source in sources]
+        known = [KnownHeads(one.source, one.lengths_path, self._comm) for one in self._given]
+        loaded = [of_source.load() for of_source in known]
+        wanted = [of_source.missing(heads) for of_source, heads in zip(known, loaded, strict=True)]
+        mine = [rows[self._comm.rank :: self._comm.num_ranks] for rows in wanted]
         num_rows = sum(map(len, mine))
 
-        def of_this_rank() -> list[tuple[int, _Heads]]:
+        def of_this_rank() -> list[tuple[int, Heads]]:
             tasks = deque(
                 _HeadTask(number, indices[start : start + _ROWS_OF_TASK])
                 for number, indices in enumerate(mine)
@@ -477,7 +468,13 @@ class _PrefixPass:
                     bar.update(len(heads.indices))
             return list(zip(numbers, found, strict=True))
 
-        rows = _Rows(sources, [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank])
+        of_tasks = [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank]
+        for number, (of_source, heads) in enumerate(zip(known, loaded, strict=True)):
+            if heads is None:
+                of_source.save([one for source, one in of_tasks if source == number])
+            else:
+                of_tasks.append((number, heads))
+        rows = _Rows(sources, of_tasks)
         rows.merge_equal_files(identities(rows.files, self._folder, self._comm))
         return rows
 
@@ -533,7 +530,7 @@ class _PrefixPass:
             of_source = zip(found.items(), sources, strict=True)
             self._files[number].save({key: one for (key, one), source in of_source if source == number})
 
-    def _wanted(self, rows: _Rows, key: bytes, row: int, beginning: Beginning | None = None) -> _Wanted:
+    def _wanted(self, rows: _Rows, key: bytes, row: int, beginning: FirstMedia | None = None) -> _Wanted:
         return _Wanted(key, *self._place(rows, row), bool(rows.media[row]), beginning)
 
     def _place(self, rows: _Rows, row: int) -> tuple[int, int]:
@@ -652,7 +649,7 @@ class _PrefixPass:
         beginnings = self._beginnings(rows, found)
         if not beginnings:
             return []
-        by_depth: dict[int, dict[bytes, list[tuple[int, Beginning]]]] = {}
+        by_depth: dict[int, dict[bytes, list[tuple[int, FirstMedia]]]] = {}
         for row, of_row in beginnings.items():
             for one in of_row:
                 by_depth.setdefault(one.num_media, {}).setdefault(rows.key_of(row, one), []).append((row, one))
@@ -675,7 +672,7 @@ class _PrefixPass:
                     placed.update(whole)
         return groups
 
-    def _beginnings(self, rows: _Rows, found: _Found) -> dict[int, list[Beginning]]:
+    def _beginnings(self, rows: _Rows, found: _Found) -> dict[int, list[FirstMedia]]:
         """Read the beginnings of all rows that share with no other so far, and have one of several media in common."""
         fits = self._fits() & (rows.has_digest | (rows.causes == Alone.AFTER_ANSWER))
         waits = fits & (found.length == 0) & ~np.isin(found.cause, (Alone.DIFFERS, Alone.DRAWS))
@@ -686,7 +683,7 @@ class _PrefixPass:
         several = [row for row in several if any(in_rows[one] > 1 for one in rows.media[row])]
         mine = np.array(several[self._comm.rank :: self._comm.num_ranks], np.int64)
 
-        def of_this_rank() -> dict[int, list[Beginning]]:
+        def of_this_rank() -> dict[int, list[FirstMedia]]:
             tasks = deque(
                 _HeadTask(number, some[start : start + _ROWS_OF_TASK])
                 for number in range(len(self._given))
@@ -694,7 +691,7 @@ class _PrefixPass:
                 for start in range(0, len(some), _ROWS_OF_TASK)
             )
             numbers = (int(at + rows.first[task.source]) for task in [*tasks] for at in task.indices)
-            work = _BeginningWork([one.source for one in self._given])
+            work = _FirstMediaWork([one.source for one in self._given])
             results = self._results(work, tasks, len(mine), _NUM_ROWS_WORTH_A_PROCESS)
             return dict(zip(numbers, (one for some in results for one in some), strict=True))
 

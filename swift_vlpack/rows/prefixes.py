@@ -8,7 +8,7 @@ share that beginning, whatever follows it:
 >>> heads.head(ask("how many?")) == heads.head(ask("which colour?"))
 True
 
-Rows with several media may share only the first of them (`HeadReader.beginnings`). Rows without media can share their
+Rows with several media may share only the first of them (`HeadReader.first_media`). Rows without media can share their
 system turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`, `lengths/prefixes.py`). If a row
 shares with no other row although another row has its medium, it is counted with its cause (`Alone`), and each cause
 says what a user can do.
@@ -66,7 +66,7 @@ class Head(NamedTuple):
     """Why the row cannot share, if that is known already."""
 
 
-class Beginning(NamedTuple):
+class FirstMedia(NamedTuple):
     """The beginning of a row through one of its media that is not the last one."""
 
     digest: bytes
@@ -125,13 +125,13 @@ class HeadReader:
         except (_Unusual, AttributeError, KeyError, TypeError):  # the template will say what is wrong with it
             return Head()
 
-    def beginnings(self, row: Mapping[str, Any]) -> list[Beginning]:
+    def first_media(self, row: Mapping[str, Any]) -> list[FirstMedia]:
         """Return what a row with several media begins with: through its first medium, its second, and so on.
 
         The last medium is left out, because `head` counts all media, and so are media after the first answer.
         """
         try:
-            return self._beginnings(self._turns(row))
+            return self._first_media(self._turns(row))
         except (_Unusual, AttributeError, KeyError, TypeError):
             return []
 
@@ -152,7 +152,7 @@ class HeadReader:
         )
         return Head(_through(turns, last, end), self._media(turns.listed))
 
-    def _beginnings(self, turns: _Turns) -> list[Beginning]:
+    def _first_media(self, turns: _Turns) -> list[FirstMedia]:
         if not turns.kinds or self._why_alone(turns) is not None:
             return []
         num_names = {kind: [len(self._name(kind, one)) for one in values] for kind, values in turns.listed.items()}
@@ -170,7 +170,7 @@ class HeadReader:
             for of_kind, nums in num_names.items():
                 names += range(place, place + sum(nums[: counts[of_kind]]))
                 place += sum(nums)
-            made.append(Beginning(_through(turns, at, end), tuple(names), number, num_media))
+            made.append(FirstMedia(_through(turns, at, end), tuple(names), number, num_media))
         return made
 
     def _turns(self, row: Mapping[str, Any]) -> _Turns:
@@ -317,7 +317,7 @@ class Prefix(NamedTuple):
     """Vision patches of the prefix, counted as `images` are."""
 
 
-def prefix_of(sample: Encoded, tokens: MediaTokens, beginning: Beginning | None = None) -> Prefix:
+def prefix_of(sample: Encoded, tokens: MediaTokens, beginning: FirstMedia | None = None) -> Prefix:
     """Count the tokens of a sample up to and including the closing token of its last medium, or that of a `beginning`.
 
     The prefix is shorter if a target follows soon: neither its tokens nor the token after it may be targets, and the

@@ -55,7 +55,7 @@ _CAUSES = {
     Alone.AFTER_ANSWER: ("have a medium after an answer", "put all media of a conversation before its first answer"),
     Alone.OTHER_MEDIA: (
         "share some of their media only",
-        "rows share their first media if these are the same, in the same order, with the same words around them",
+        "give rows about one image the same media before all others, in the same order, with the same words between",
     ),
     Alone.MEDIA_NOT_DIVIDED: (
         "share some of their media only, and the family does not say how its pixels divide",

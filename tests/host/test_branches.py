@@ -90,7 +90,7 @@ def test_a_whole_run_trains_what_it_trains_without_sharing(  # noqa: PLR0913 - a
 
 
 def test_rows_that_share_their_first_images_train_what_they_train_without_sharing(small_folder, tmp_path, options):
-    """SHARE-9, SHARE-11: with both proofs, and with further images in the same unit."""
+    """SHARE-9, SHARE-13: with both proofs, and with further images in the same unit."""
     rows = [row for of_image in rows_about_images(tmp_path, 8, 4, seed=11) for row in of_image]
     for number, row in enumerate(rows):
         if number % 4:  # the first row of each image has no other
@@ -139,7 +139,6 @@ def test_packs_of_units_train_every_row_once(dataset, small_folder, tmp_path, op
     [
         ({"attn_impl": "flash_attn"}, "packing_share=media"),
         ({"neftune_noise_alpha": 5}, "packing_share=media"),
-        ({"streaming": "true", "max_steps": 3}, "packing_share=media needs data with a length"),
     ],
 )
 def test_what_cannot_share_is_refused(flags, message, dataset, small_folder, tmp_path, options):

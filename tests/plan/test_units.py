@@ -109,7 +109,7 @@ def with_media_after_prefixes(rng, rows, recipe):
     "options", [{}, {"packing_max_images": 5}, {"packing_max_patches": 600}, {"packing_strategy": "greedy"}]
 )
 def test_images_after_a_prefix_are_counted_for_each_row(options):
-    """SHARE-4, SHARE-11, SHARE-80: row by row, under caps, and in packs that are cut for the ranks."""
+    """SHARE-4, SHARE-13, SHARE-80: row by row, under caps, and in packs that are cut for the ranks."""
     num_branches = 0
     for rng in cases(25):
         rows = rows_about_images(rng, rng.randint(3, 20))
@@ -140,7 +140,7 @@ def test_images_after_a_prefix_are_counted_for_each_row(options):
 
 
 def test_rows_that_share_all_their_media_are_planned_as_before():
-    """SHARE-11: also if another row has media after its prefix, or caps count images."""
+    """SHARE-13: also if another row has media after its prefix, or caps count images."""
     for rng in cases(10):
         rows = rows_about_images(rng, 12)
         recipe = recipe_of(rows, packing_max_images=9)
@@ -151,7 +151,7 @@ def test_rows_that_share_all_their_media_are_planned_as_before():
 
 
 def test_steps_that_keep_their_samples_count_images_after_prefixes():
-    """SHARE-5, SHARE-11"""
+    """SHARE-5, SHARE-13"""
     for rng in cases(10):
         rows = rows_about_images(rng, 8)
         step = UnpackedStep(3, 2, 1)
@@ -266,12 +266,15 @@ def test_attention_is_tried_on_a_pack_that_shares():
     """SHARE-23"""
     rows = np.array([(1, 50, 60, 1, 200)] * 4 + [(0, 0, 30, 0, 0)] * 9)
     packs = plan_epoch(recipe_of(rows), 0).packs
-    typical = typical_boundaries(packs, 400)
+    typical = typical_boundaries(packs, packs.config)
     assert typical.parents.count(ROOT) < len(typical.parents)
     assert typical.num_tokens in packs.num_tokens_per_pack
     alone = plan_epoch(recipe_of(rows[4:]), 0).packs
-    assert typical_boundaries(alone, 400) == Boundaries((30,) * 13)
-    assert typical_boundaries(None, 400) == Boundaries((100,) * 4)
+    assert typical_boundaries(alone, alone.config) == Boundaries((30,) * 13)
+    assert typical_boundaries(None, PackingConfig(packing_length=400)) == Boundaries((100,) * 4)
+    of_stream = typical_boundaries(None, PackingConfig(packing_length=400, packing_share="media"))
+    assert of_stream.parents.count(ROOT) == 2
+    assert of_stream.num_tokens == 400
 
 
 SET = {"none": {"packing_share_max": 16}, "media": {}}

@@ -12,8 +12,8 @@ from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import MediaTokens, refuse_sharing, text_config_of
 from swift_vlpack.rows.prefixes import (
-    Beginning,
     CannotBeDivided,
+    FirstMedia,
     HeadReader,
     Prefix,
     media_in_prefix,
@@ -99,7 +99,7 @@ def beginnings(row, **options):
     """What a row begins with, as the head of a row that has no more media."""
     reader = HeadReader(**options)
     media = reader.head(row).media
-    return [(one.digest, tuple(media[at] for at in one.names)) for one in reader.beginnings(row)]
+    return [(one.digest, tuple(media[at] for at in one.names)) for one in reader.first_media(row)]
 
 
 def as_head(row, **options):
@@ -107,7 +107,7 @@ def as_head(row, **options):
 
 
 def test_row_with_several_media_begins_as_rows_with_fewer():
-    """SHARE-11, SHARE-41: through each of its media but the last, which its head counts."""
+    """SHARE-13, SHARE-41: through each of its media but the last, which its head counts."""
     three = asked("<image><image>which of <image>?", [URL, OTHER_URL, URL])
     assert beginnings(three) == [as_head(asked()), as_head(asked("<image><image>which?", [URL, OTHER_URL]))]
     assert beginnings(asked("which?", [URL, OTHER_URL])) == [as_head(asked())], "tags are added"
@@ -121,7 +121,7 @@ def test_row_with_several_media_begins_as_rows_with_fewer():
 
 
 def test_media_after_an_answer_are_no_beginning():
-    """SHARE-11: those before it are, also the last of them."""
+    """SHARE-13: those before it are, also the last of them."""
     later = {"messages": [*asked()["messages"], *asked()["messages"]], "images": [URL, OTHER_URL]}
     assert head(later).cause is Alone.AFTER_ANSWER
     assert beginnings(later) == [as_head(asked())]
@@ -130,7 +130,7 @@ def test_media_after_an_answer_are_no_beginning():
 
 
 def test_beginnings_follow_the_order_of_the_text():
-    """SHARE-11: a video, then an image; and the other way round. The first of two images has no text after it."""
+    """SHARE-13: a video, then an image; and the other way round. The first of two images has no text after it."""
     both = {**text_row("<video>what? <image>and?"), "videos": [OTHER_URL], "images": [URL]}
     assert beginnings(both) == [as_head({**text_row("<video>who?"), "videos": [OTHER_URL]})]
     frames = {**text_row("<image>what? <video>and?"), "videos": [[URL, URL]], "images": [OTHER_URL]}
@@ -308,7 +308,7 @@ def test_prefix_ends_before_the_token_before_the_first_target(ids, first_target,
 
 
 def test_prefix_ends_with_the_last_medium_that_is_shared():
-    """SHARE-40, SHARE-11: with the images and patches up to there, and not further media."""
+    """SHARE-40, SHARE-13: with the images and patches up to there, and not further media."""
     import torch
 
     ids = [S, P, P, E, Q, S, P, E, S, P, P, P, E, Q, A]
@@ -317,7 +317,7 @@ def test_prefix_ends_with_the_last_medium_that_is_shared():
         "labels": [NO_LABEL] * 14 + [A],
         "image_grid_thw": torch.tensor([[1, 1, n] for n in (2, 1, 3)]),
     }
-    first, two = (Beginning(b"", (0,), num, 3) for num in (1, 2))
+    first, two = (FirstMedia(b"", (0,), num, 3) for num in (1, 2))
     assert prefix_of(sample, TOKENS, first) == Prefix(4, images=1, patches=2)
     assert prefix_of(sample, TOKENS, two) == Prefix(8, images=2, patches=3)
     assert prefix_of(sample, TOKENS) == Prefix(13)

@@ -172,7 +172,7 @@ IN_UNITS, NUM_BRANCHES, NUM_OWN = 12, 7, 8
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_share_their_first_images_train_what_they_train_one_by_one(name, loaded, tmp_path):
-    """SHARE-6, SHARE-7, SHARE-11: each branch brings the images that it does not share."""
+    """SHARE-6, SHARE-7, SHARE-13: each branch brings the images that it does not share."""
     model, template = loaded(name)
     rows = rows_of_several_images(tmp_path)
     config = PackingConfig(
@@ -221,7 +221,7 @@ def assert_trained_as_alone(loaded, rows, packs):
 
 
 def test_first_row_with_an_image_of_its_own_breaks_and_the_next_brings_the_shared_one(loaded, tmp_path):
-    """SHARE-8, SHARE-11: whichever row of the unit is first."""
+    """SHARE-8, SHARE-13: whichever row of the unit is first."""
     a, *others = (photo(tmp_path, f"p{n}", 84, 112, seed=n) for n in range(4))
     rows = [several(f"question {n}", a, other) for n, other in enumerate(others)] + [several("only it?", a)]
     for at in (0, 3):
@@ -236,7 +236,7 @@ def test_first_row_with_an_image_of_its_own_breaks_and_the_next_brings_the_share
 
 
 def test_shared_image_that_differs_after_all_puts_its_row_apart(loaded, tmp_path, caplog):
-    """SHARE-8, SHARE-11: and another image after the prefix does not."""
+    """SHARE-8, SHARE-13: and another image after the prefix does not."""
     a, b, c, d, other = (photo(tmp_path, f"p{n}", 84, 112, seed=n) for n in range(5))
     rows = [several(f"question {n}", a, image) for n, image in enumerate((b, c, d))]
     dataset = planned(rows, loaded("Qwen2.5-VL")[1])
@@ -254,7 +254,7 @@ def test_shared_image_that_differs_after_all_puts_its_row_apart(loaded, tmp_path
 
 
 def test_pack_that_is_cut_within_a_unit_brings_the_shared_image_again(loaded, tmp_path):
-    """SHARE-4, SHARE-11: packs of two rows, and one image in two of them."""
+    """SHARE-4, SHARE-13: packs of two rows, and one image in two of them."""
     a, *others = (photo(tmp_path, f"p{n}", 84, 112, seed=n) for n in range(5))
     rows = [several(f"question {n}", a, other) for n, other in enumerate(others)]
     dataset = planned(rows, loaded("Qwen2.5-VL")[1], packing_share_max=2)
@@ -271,7 +271,7 @@ def test_pack_that_is_cut_within_a_unit_brings_the_shared_image_again(loaded, tm
     "name", ["Qwen2.5-VL", *(pytest.param(name, marks=TELLING) for name in ("Qwen2-VL", "Qwen3-VL"))]
 )
 def test_videos_and_images_are_divided_each_by_its_kind(name, loaded, tmp_path):
-    """SHARE-6, SHARE-11: a shared video with an image after it, and a shared image with a video after it."""
+    """SHARE-6, SHARE-13: a shared video with an image after it, and a shared image with a video after it."""
     frames = [photo(tmp_path, f"f{n}", 112, 112, seed=n) for n in range(8)]
     a, b, c = (photo(tmp_path, f"p{n}", 84, 112, seed=20 + n) for n in range(3))
     film, other = frames[:4], frames[4:]

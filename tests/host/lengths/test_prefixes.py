@@ -187,7 +187,7 @@ def groups_of(found):
 
 
 def test_rows_share_their_first_media_most_of_them_first(template, tmp_path):
-    """SHARE-11: also with rows that share already, whose keys stay; images and patches of their own are counted."""
+    """SHARE-13: also with rows that share already, whose keys stay; images and patches of their own are counted."""
     rows = rows_with_first_images_in_common(tmp_path)
     (found,) = shared(template, [source(rows)], tmp_path / "cache")
     assert groups_of([found]) == [[0, 1], [3, 4], [5, 6], [7, 8, 9]]
@@ -210,7 +210,7 @@ def test_rows_share_their_first_media_most_of_them_first(template, tmp_path):
 
 
 def test_sources_share_first_media_with_each_other_and_ranks_agree(template, tmp_path, encoded, monkeypatch):
-    """SHARE-11, SHARE-46, SHARE-48: the second start encodes nothing."""
+    """SHARE-13, SHARE-46, SHARE-48: the second start encodes nothing."""
     monkeypatch.setattr(pass_of_prefixes, "RandomStream", OneAtATime)
     rows = rows_with_first_images_in_common(tmp_path)
     sources = [source(rows[:4], "one"), source(rows[4:], "two")]
@@ -234,7 +234,7 @@ def test_sources_share_first_media_with_each_other_and_ranks_agree(template, tmp
 
 
 def test_first_media_that_differ_after_all_leave_the_others_alone(template, tmp_path):
-    """SHARE-11, SHARE-47: a template that encodes the first of two images in another way."""
+    """SHARE-13, SHARE-47: a template that encodes the first of two images in another way."""
 
     def turned(self, inputs):
         super(type(self), self)._preprocess_inputs(inputs)
@@ -374,7 +374,7 @@ def test_family_that_is_not_known_to_divide_says_so(tmp_path, tmp_path_factory):
 
 
 def test_rows_of_a_family_that_does_not_divide_stay_alone(tmp_path, tmp_path_factory, caplog):
-    """SHARE-11, SHARE-42: in words of their own, with the way out."""
+    """SHARE-13, SHARE-42: in words of their own, with the way out."""
     template = load_template(tmp_path_factory.mktemp("model"), "llava1_5_hf")
     rows = rows_with_first_images_in_common(tmp_path)[:2]
     with caplog.at_level("INFO", pass_of_prefixes.logger.name):

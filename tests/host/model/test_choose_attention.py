@@ -14,6 +14,7 @@ from swift_vlpack.attention.choose_kernel import choose
 from swift_vlpack.attention.kernels import by_lengths, grouped, segments
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.use_attention import use_attention
 from swift_vlpack.plan.planner import plan
 from tests.data_rows import text_row
 
@@ -70,6 +71,17 @@ def test_attention_that_knows_no_prefixes_is_refused_where_rows_share(name, tiny
     with pytest.raises(ConfigError, match=said):
         choose_attention(loaded.model, loaded.template, packs(packing_share="media"))
     assert choose_attention(loaded.model, loaded.template, packs()) == f"attention {name}, as asked for"
+
+
+def test_attention_that_a_model_brings_is_replaced_unless_it_was_asked_for(tiny, monkeypatch):
+    """SHARE-49: so a saved config that names flash-attn brings none into a run in which rows share."""
+    model = tiny("qwen2_5_vl").model
+    for config in (model.config, model.config.text_config):
+        monkeypatch.setattr(config, "_attn_implementation_internal", "flash_attention_2")
+    use_attention(model, "flash_attention_2")
+    assert attention.name_of(model.config) == "flash_attention_2"
+    use_attention(model, None)
+    assert attention.name_of(model.config) == NAME
 
 
 def test_model_is_built_with_it_and_can_be_switched(tiny):
