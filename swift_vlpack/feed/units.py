@@ -50,7 +50,7 @@ class Unit:
     """Indices of the samples that take more tokens than planned."""
 
     def add(self, sample: Encoded, inside: MediaInPrefix | None = None) -> None:
-        """Add a sample that begins like the others (`why_apart`); `inside` are its media in the prefix, or None: all."""
+        """Add a sample that begins like the others (`why_apart`). `inside` is None if all of its media are shared."""
         self.samples.append(divided(sample, inside))
 
     def in_pack(self, kept: list[int]) -> list[Encoded]:
