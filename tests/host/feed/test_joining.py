@@ -234,7 +234,7 @@ def wrong(made):
 def test_media_of_branches_are_decoded_only_where_headers_are_not_enough(
     template, form, change, num_whole, tmp_path, encoded_whole
 ):
-    """SHARE-13: the packs are those of rows that are all decoded, tensor by tensor."""
+    """SHARE-14: the packs are those of rows that are all decoded, tensor by tensor."""
     rows = rows_about(tmp_path, 6, 5)
     expected = packed(template, rows, form, packing_buffer=50)
     encoded_whole.clear()
