@@ -117,7 +117,11 @@ class PackingConfig:
     packing_share_min: int = _option(
         64, "fewest tokens of a system prompt that rows without media share", decides=_OF_PACKS, is_new=True
     )
-    packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_OF_PACKS)
+    packing_buffer: int = _option(
+        512,
+        "samples that the packer may choose from at a time; samples that share a beginning count as one",
+        decides=_OF_PACKS,
+    )
     packing_min_fill_ratio: float = _option(
         0.65,
         "a pack at least this full does not wait for more samples; a value below 0.6 is accepted with a warning",
@@ -336,12 +340,6 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
             "without len()): which samples a step of a stream trains depends on how ranks and workers share it; load "
             "the data sized, or leave packing_batch out"
         )
-    if config.shares_media and not is_sized:
-        raise ConfigError(
-            "packing_share=media needs data with a length, and this has none (--streaming true, or an iterable without "
-            "len()): rows that share an image may be far apart in a stream; load the data sized, or leave "
-            "packing_share out"
-        )
     if config.packing_mode == "plan" and not is_sized:
         raise ConfigError(
             "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
@@ -505,11 +503,6 @@ def _check_shared(config: PackingConfig) -> None:
         raise ConfigError(
             "packing_strategy=window cuts rows wherever a pack is full, and packing_share=media needs whole rows; give "
             "another strategy, or packing_share=none"
-        )
-    if config.packing_mode == "buffer":
-        raise ConfigError(
-            "packing_share=media needs to know which rows begin with the same media before it packs them, and "
-            "packing_mode=buffer packs rows as they come; leave packing_mode out, or packing_share"
         )
 
 

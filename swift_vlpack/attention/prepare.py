@@ -69,6 +69,21 @@ def check_ready(template: Any, *, needs_model: bool) -> None:
         raise ConfigError(f"with attention {name!r} the samples of a pack see each other; {WAY_IN}")
 
 
+def refuse_flat_attention(model: Any) -> None:
+    """Refuse a model whose attention does not know prefixes that rows share. `None` is no model yet.
+
+    Raises:
+        ConfigError: The attention reads where samples end, and would take a prefix and its branches for one sample.
+    """
+    if model is None or (name := attention.name_of(unwrapped(model).config)) == attention.NAME:
+        return
+    raise ConfigError(
+        f"the model has attention {name!r}, which takes a prefix and its branches for one sample, so packing_share="
+        "media cannot be used with it; load the model with attn_implementation='sdpa' and then call prepare_model, or "
+        "leave packing_share out"
+    )
+
+
 def unwrapped(model: Any) -> Any:
     """Return the model inside of DDP, DeepSpeed and other wrappers."""
     from accelerate.utils import extract_model_from_parallel

@@ -1,8 +1,9 @@
 """`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
 
-Packed and padded training are measured by a process each, so that each has its own memory; under
-`packing_batch=samples` so are the padded batches without their padding. The processes are this command line again, with
-`--phase`: `bench_run` measures, and prints JSON. This module starts them, and puts their numbers together with advice.
+Packed and padded training are measured by a process each, so that each has its own memory. Under
+`packing_batch=samples` so are the padded batches without their padding, and under `packing_share=media` packs in which
+no rows share. The processes are this command line again, with `--phase`: `bench_run` measures, and prints JSON. This
+module starts them, and puts their numbers together with advice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.bench_report import advice_on, bench_text, limit_of, speed_of, start_of
+from swift_vlpack.cli.bench_report import advice_on, alone_per_second, bench_text, limit_of, speed_of, start_of
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
@@ -43,7 +44,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
-    parser.add_argument("--phase", choices=("packed", "padded", "padding_free"), help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=("packed", "unshared", "padded", "padding_free"), help=argparse.SUPPRESS)
     parser.add_argument("--tokens_of_pack", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the process was started
     add_packing_flags(parser, packing_length="the run's --max_length")
@@ -64,15 +65,17 @@ def _run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     packed = measured_apart(args.argv, "packed")
     found = {}
+    if "share" in packed["plan"]:
+        found["unshared"] = _beside(args.argv, "unshared", tokens_of_pack=0)
     for phase in ("padded", *(("padding_free",) if packed["plan"]["packing_batch"] == SAMPLES else ())):
-        found[phase] = _unpacked(args.argv, phase, tokens_of_pack=packed["plan"]["packing_length"])
+        found[phase] = _beside(args.argv, phase, tokens_of_pack=packed["plan"]["packing_length"])
     report = bench_report(packed, **found, seconds=time.perf_counter() - start)
     print(json.dumps(report) if args.json else bench_text(report))
     return 0
 
 
-def _unpacked(argv: Sequence[str], phase: str, *, tokens_of_pack: int) -> dict[str, Any]:
-    """Measure un-packed training, or say why it could not be: padded batches may be what does not fit."""
+def _beside(argv: Sequence[str], phase: str, *, tokens_of_pack: int) -> dict[str, Any]:
+    """Measure another way to train, or say why it could not be: padded batches may be what does not fit."""
     try:
         return measured_apart(argv, phase, tokens_of_pack=tokens_of_pack)
     except PhaseFailed as error:
@@ -104,13 +107,15 @@ def bench_report(
     packed: Mapping[str, Any],
     padded: Mapping[str, Any],
     padding_free: Mapping[str, Any] | None = None,
+    unshared: Mapping[str, Any] | None = None,
     *,
     seconds: float,
 ) -> dict[str, Any]:
-    """Put the numbers of the phases together, with their ratios and advice. `padding_free` need not be measured."""
-    phases = {"packed": packed, "padded": padded, **({} if padding_free is None else {"padding_free": padding_free})}
+    """Put the numbers of the phases together, with their ratios and advice. The last two need not be measured."""
+    given = {"packed": packed, "unshared": unshared, "padded": padded, "padding_free": padding_free}
+    phases = {phase: found for phase, found in given.items() if found is not None}
     training = {phase: _training(found) for phase, found in phases.items()}
-    of_padding_free = training.get("padding_free")
+    of_padding_free, of_unshared = training.get("padding_free"), training.get("unshared")
     report = {
         **{name: packed[name] for name in ("model", "device", "attention", "length_pass", "plan", "loader")},
         "workers_of_run": packed["workers_of_run"],
@@ -119,6 +124,7 @@ def bench_report(
         **training,
         "ratio": _ratio(training["packed"], training["padded"]),
         "ratio_padding_free": _ratio(of_padding_free, training["padded"]) if of_padding_free else None,
+        **({"ratio_sharing": _ratio(training["packed"], of_unshared)} if of_unshared else {}),
         "seconds": round(seconds, 1),
         "seconds_measured": round(sum(found["seconds"] for found in phases.values()), 1),
     }
@@ -126,10 +132,14 @@ def bench_report(
 
 
 def _ratio(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
-    """Return the tokens a second of one phase over those of another; None if one was not measured."""
-    if not (one["speed"] and other["speed"]):
+    """Return the tokens a second of one phase over those of another; None if one was not measured.
+
+    They are the tokens of the rows alone: rows that share a prefix train all of its tokens, and compute it once.
+    """
+    speeds = [alone_per_second(phase["measurements"]) for phase in (one, other)]
+    if not all(speeds):
         return None
-    return round(float(one["speed"]["tokens_per_second"] / other["speed"]["tokens_per_second"]), 3)
+    return round(speeds[0] / speeds[1], 3)
 
 
 def _training(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,11 +165,12 @@ BENCH = Command(
     description=(
         "Measure a run on this machine and its own data: rows a second of the length pass, samples a second of the "
         "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
-        "them un-packed (under packing_batch=samples without padding, too), and memory; what the seconds to step 1 go "
-        "to, and whether a run waits for its loader or for its steps; with advice, each with the measurement it comes "
-        "from. Looks at --rows rows of each source. Takes a start of ms-swift with the model for each way to train, "
-        "one proof, 5 s for each number of workers, and at most --seconds for each way (two sequences to warm up and "
-        "at least one more are always trained). Nothing is saved."
+        "them un-packed (under packing_batch=samples without padding, too; under packing_share=media also packed "
+        "without sharing), and memory; what the seconds to step 1 go to, and whether a run waits for its loader or for "
+        "its steps; with advice, each with the measurement it comes from. Looks at --rows rows of each source. Takes a "
+        "start of ms-swift with the model for each way to train, one proof, 5 s for each number of workers, and at "
+        "most --seconds for each way (two sequences to warm up and at least one more are always trained). Nothing is "
+        "saved."
     ),
     add_flags=_add_flags,
     run=_run,

@@ -18,6 +18,8 @@ NUM_WARM = 2
 """Sequences that are trained before the first measurement: kernels are chosen and memory is allocated in them."""
 MOST_PADDED = 64
 """Most padded batches in one measurement, if they have fewer tokens than a pack."""
+_MEASURED = ("seconds", "between", "tokens", "samples", "patches", "tokens_alone")
+"""What is added up over the batches of a measurement: two times, then what `sizes_of` counts."""
 
 
 class Laps:
@@ -57,7 +59,7 @@ class StepTimer:
         self._num_wanted, self._seconds = bench.steps, bench.seconds
         self._least_tokens = bench.tokens_of_pack
         """Tokens in one measurement: padded batches are small, so several are added up to the size of a pack."""
-        self._parts: list[tuple[float, float, int, int, int]] = []
+        self._parts: list[tuple[float, ...]] = []
         self._blocks: list[dict[str, float]] = []
         self._num_seen = 0
         self._began = self._ended = time.perf_counter()
@@ -67,14 +69,14 @@ class StepTimer:
         if isinstance(inputs, tuple):  # all sequences of a step: the trainer calls this again for each of them
             return self._step(model, inputs, *args, **kwargs)
         started = self._now()
-        tokens, samples, patches = sizes_of(inputs)
+        sizes = sizes_of(inputs)
         loss = self._step(model, inputs, *args, **kwargs)
         ended = self._now()
         self._num_seen += 1
         if self._num_seen <= NUM_WARM:
             self._began = ended
         else:
-            self._parts.append((ended - started, started - self._ended, tokens, samples, patches))
+            self._parts.append((ended - started, started - self._ended, *sizes))
             self._close_block()
         self._ended = ended
         if len(self._blocks) >= self._num_wanted or (self._blocks and ended - self._began > self._seconds):
@@ -82,11 +84,10 @@ class StepTimer:
         return loss
 
     def _close_block(self) -> None:
-        seconds, between, tokens, samples, patches = map(sum, zip(*self._parts, strict=True))
+        block = dict(zip(_MEASURED, map(sum, zip(*self._parts, strict=True)), strict=True))
         # Go on until the batches have the tokens of a pack, so that a packed and a padded measurement compare.
-        if tokens < self._least_tokens and len(self._parts) < MOST_PADDED:
+        if block["tokens"] < self._least_tokens and len(self._parts) < MOST_PADDED:
             return
-        block = {"seconds": seconds, "between": between, "tokens": tokens, "samples": samples, "patches": patches}
         self._blocks.append({**block, "batches": len(self._parts)})
         self._parts = []
         say(f"measurement {len(self._blocks)} of {self._num_wanted}")
@@ -97,22 +98,25 @@ class StepTimer:
         return time.perf_counter()
 
     def measured(self) -> list[dict[str, float]]:
-        """Return every measurement: seconds in and between steps, tokens, samples, patches, batches."""
+        """Return every measurement: seconds in and between steps, the sizes of its batches, and how many they are."""
         return [{name: round(value, 5) for name, value in block.items()} for block in self._blocks]
 
 
-def sizes_of(inputs: Any) -> tuple[int, int, int]:
-    """Count tokens without padding, samples and patches of a batch: packed, padded, or without padding."""
+def sizes_of(inputs: Any) -> tuple[int, int, int, int]:
+    """Count tokens without padding, samples, patches and tokens of the rows alone of a batch, packed or not.
+
+    If rows share a prefix, the tokens of the rows alone are more: each row has the prefix again.
+    """
     grids = [inputs[name] for name in ("image_grid_thw", "video_grid_thw") if inputs.get(name) is not None]
     patches = sum(int(grid.prod(-1).sum()) for grid in grids)
     if (record := getattr(inputs, "record", None)) is not None:
-        return record.num_tokens, len(record.lengths), patches
+        return record.num_tokens, len(record.lengths), patches, sum(record.lengths)
     tokens, mask = inputs["input_ids"], inputs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        return int(mask.sum()), tokens.shape[0], patches
+        return int(mask.sum()), tokens.shape[0], patches, int(mask.sum())
     positions = inputs.get("text_position_ids", inputs.get("position_ids"))
     num_samples = tokens.shape[0] if positions is None else int((positions == 0).sum())  # of a batch without padding
-    return tokens.numel(), num_samples, patches
+    return tokens.numel(), num_samples, patches, tokens.numel()
 
 
 def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:

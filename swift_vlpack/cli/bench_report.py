@@ -47,6 +47,16 @@ def speed_of(measurements: Sequence[Mapping[str, float]]) -> Speed | None:
     )
 
 
+def alone_per_second(measurements: Sequence[Mapping[str, float]]) -> float:
+    """Return the median of the tokens a second of the rows alone, shared prefixes in each row; 0 if none were measured.
+
+    >>> alone_per_second([{"tokens": 300, "tokens_alone": 800, "seconds": 2.0}, {"tokens": 300, "seconds": 1.0}])
+    350.0
+    """
+    speeds = [one.get("tokens_alone", one["tokens"]) / one["seconds"] for one in measurements]
+    return float(np.median(speeds)) if speeds else 0.0
+
+
 def start_of(packed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the seconds to step 1 by parts, and an estimate of the length pass over all rows at a first start."""
     parts = dict(packed["start"])
@@ -78,7 +88,8 @@ def _delivered_and_trained(report: Mapping[str, Any]) -> tuple[float | None, flo
 
 def advice_on(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return advice, each with the measurement that it follows from."""
-    found = (*_on_noise(report), *_on_workers(report), *_on_length(report), *_on_caps(report), *_on_memory(report))
+    of_all = (_on_noise, _on_sharing, _on_workers, _on_length, _on_caps, _on_memory)
+    found = [one for about in of_all for one in about(report)]
     return [{"advice": advice, "because": because} for advice, because in found]
 
 
@@ -90,6 +101,15 @@ def _on_noise(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f"take the {name} speed as a rough one: measure again on a quiet machine, with more --steps",
                 f"the quartiles of its {speed['num_measured']} measurements are {100 * speed['spread']:.0f}% apart",
             )
+
+
+def _on_sharing(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    ratio = report.get("ratio_sharing")
+    if ratio is not None and ratio <= 1.0:
+        yield (
+            "leave packing_share out, unless `vlpack plan` says that more of all rows share than of these",
+            f"with it training takes {ratio:.2f} times as many tokens of rows a second",
+        )
 
 
 def _on_workers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -194,13 +214,25 @@ def _about_training(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (ratio := report["ratio"]) is not None:
         other = report.get("ratio_padding_free")
         beside = "" if other is None else f"; padding_free to padded {other:.2f}"
-        lines.append(("ratio", f"{ratio:.2f} times the tokens a second, packed to padded (of medians){beside}"))
+        which = " of the rows alone" if "share" in report["plan"] else ""
+        lines.append(("ratio", f"{ratio:.2f} times the tokens a second{which}, packed to padded (of medians){beside}"))
+    if (share := report["plan"].get("share")) is not None:
+        lines.append(("sharing", _sharing(report["ratio_sharing"], share)))
     return lines
+
+
+def _sharing(ratio: float | None, share: Mapping[str, Any]) -> str:
+    computed = f"{share['num_tokens']} of {share['num_tokens_alone']} tokens of these rows are computed"
+    if ratio is None:
+        return f"{computed}; packing_share=none could not be measured"
+    return (
+        f"{ratio:.2f} times the tokens a second of the rows alone, packing_share media to none (of medians); {computed}"
+    )
 
 
 def _ways(report: Mapping[str, Any]) -> list[str]:
     """Name the ways to train that were measured."""
-    return [name for name in ("packed", "padded", "padding_free") if name in report]
+    return [name for name in ("packed", "unshared", "padded", "padding_free") if name in report]
 
 
 def _about_start(report: Mapping[str, Any]) -> list[tuple[str, str]]:

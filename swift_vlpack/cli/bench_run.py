@@ -1,8 +1,9 @@
 """Measure one phase of `vlpack bench`, in a process that measures nothing else.
 
 `packed`: the length pass on some rows of every source, the loader with several numbers of workers, and training of
-packs. `padded`: the same rows as ms-swift trains them un-packed. `padding_free`: the same batches without padding, by
-ms-swift's own collator and the attention of the packed run. Every part ends after a given time.
+packs. `unshared`: training of packs of the same rows, of which none share a prefix. `padded`: the same rows as ms-swift
+trains them un-packed. `padding_free`: the same batches without padding, by ms-swift's own collator and the attention of
+the packed run. Every part ends after a given time.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from swift_vlpack.host.proof import prove_isolation
 from swift_vlpack.host.run import TrainableRun, instead_of_proof, need_packing, run_of
 from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.use_attention import choose_for, use_attention
-from swift_vlpack.plan.report import suggested_length
+from swift_vlpack.plan.report import sharing_report, suggested_length
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.source import RowSource
 
-PADDING_FREE = "padding_free"
+PACKED, UNSHARED, PADDING_FREE = "packed", "unshared", "padding_free"
+ROWS_TOGETHER = 50
+"""Rows that are taken next to each other from files whose rows share images: rows of one image often are."""
 NOTHING_BETWEEN = (
     *("--save_strategy", "no", "--eval_strategy", "no"),
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
@@ -50,7 +53,7 @@ def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
     """Measure the phase of these flags of `vlpack bench`."""
     laps = Laps(args.began or time.time())
     laps("imports")
-    is_packed = args.phase == "packed"
+    is_packed = args.phase in (PACKED, UNSHARED)
     most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
     flags = [
         *launch.flags,
@@ -87,10 +90,11 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
         raise ConfigError("--streaming true has nothing to plan and no loader that ends; bench the files without it")
     # An empty folder: the length pass is measured as at a first start, when no lengths are remembered.
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
-        config = replace(packing_config(run.args), packing_cache_dir=folder)
+        given = packing_config(run.args)
+        config = replace(_unshared(given) if args.phase == UNSHARED else given, packing_cache_dir=folder)
         use_attention(run.model, run.args.attn_impl)
         all_sources, _ = load_sources(run.args, config)
-        sources = [some_of(source, args.rows) for source in all_sources]
+        sources = [some_of(source, args.rows, together=_together(given)) for source in all_sources]
         laps("data")
         say("length pass")
         start = time.perf_counter()
@@ -112,24 +116,26 @@ def _unpacked_data(run: TrainableRun, args: argparse.Namespace, config: PackingC
         use_attention(run.model, run.args.attn_impl)
         run.template.padding_free = True
     sources, _ = load_sources(run.args, config)
-    some = [some_of(source, args.rows) for source in sources]
+    some = [some_of(source, args.rows, together=_together(config)) for source in sources]
     return [UnpackedRows(FusionCaptionDataset(some, run.template, shuffle=False)), None]
 
 
 def _measure_packed(args: argparse.Namespace, found: dict[str, Any], laps: Laps, trainer: Any) -> None:
-    """Measure the loader while nothing else runs, then the rest of a start, then training."""
+    """Measure the loader while nothing else runs, then the rest of a start, then training; of `unshared`, training."""
     laps("trainer")
-    of_run = found["workers_of_run"] = trainer.args.dataloader_num_workers
-    tried = sorted({*workers_to_try(num_cores()), of_run})
-    found["loader"] = [loader_speed(trainer, workers) for workers in tried]
-    trainer.args.dataloader_num_workers = of_run
-    laps.skip()
+    is_whole = args.phase == PACKED
+    if is_whole:
+        of_run = found["workers_of_run"] = trainer.args.dataloader_num_workers
+        tried = sorted({*workers_to_try(num_cores()), of_run})
+        found["loader"] = [loader_speed(trainer, workers) for workers in tried]
+        trainer.args.dataloader_num_workers = of_run
+        laps.skip()
 
     def before_step_1(*of: Any, **more: Any) -> None:
         laps("trainer")
         found["attention"] = choose_for(trainer)
         laps("attention")
-        if trainer.feed.config.packing_verify:
+        if is_whole and trainer.feed.config.packing_verify:
             say("proof")
             prove_isolation(trainer)
             laps("proof")
@@ -185,11 +191,23 @@ def workers_to_try(cores: int) -> list[int]:
     return sorted({0, *powers, cores})
 
 
-def some_of(source: RowSource, num_rows: int) -> RowSource:
-    """Take rows from all over a source, because files are often sorted."""
+def _unshared(config: PackingConfig) -> PackingConfig:
+    """Return the options of the same run in which no rows share a prefix."""
+    usual = PackingConfig(packing_length=config.packing_length)
+    names = ("packing_share", "packing_share_max", "packing_share_min")
+    return replace(config, **{name: getattr(usual, name) for name in names})
+
+
+def _together(config: PackingConfig) -> int:
+    return ROWS_TOGETHER if config.shares_media else 1
+
+
+def some_of(source: RowSource, num_rows: int, *, together: int = 1) -> RowSource:
+    """Take rows from all over a source, because files are often sorted; `together` rows that are next to each other."""
     if len(source.rows) <= num_rows:
         return source
-    indices = np.unique(np.linspace(0, len(source.rows) - 1, num_rows).astype(np.int64)).tolist()
+    firsts = np.linspace(0, max(0, len(source.rows) - together), -(-num_rows // together)).astype(np.int64)
+    indices = np.unique(firsts[:, None] + np.arange(together))[:num_rows].tolist()
     rows: Any = source.rows
     chosen = rows.select(indices) if hasattr(rows, "select") else [rows[at] for at in indices]
     numbers = [source.row_number(at) for at in indices]
@@ -210,7 +228,7 @@ def _length_pass(rows: FusionCaptionDataset, seconds: float, processes: int) -> 
 def _about_plan(feed: Any) -> dict[str, Any]:
     plan, lengths = feed.epoch_plan.packs, feed.epoch_plan.lengths
     lengths = lengths[lengths > 0]
-    patches = [int(feed.epoch_plan.patches[plan[number]].sum()) for number in range(len(plan))]
+    patches = [int(part.sum()) for part in np.split(plan.patches_of_members, plan.offsets[1:-1])]
     return {
         "packing_length": feed.config.packing_length,
         "packing_batch": feed.config.packing_batch,
@@ -225,4 +243,5 @@ def _about_plan(feed: Any) -> dict[str, Any]:
             "max": max(patches),
         },
         "has_caps": feed.config.has_caps,
+        **({"share": sharing_report(plan)} if feed.config.shares_media else {}),
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.choose_kernel import AUTO, choose
-from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.attention.prepare import refuse_flat_attention, unwrapped
 from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
@@ -34,6 +34,8 @@ def choose_attention(
     function; `results_of_all` runs a function on each of them and returns all results to each. `forward_context` makes
     the context in which the trainer runs a forward, such as autocast.
     """
+    if packs.config.shares_media:
+        refuse_flat_attention(model)
     wanted, name = packs.config.packing_attention, attention.name_of(unwrapped(model).config)
     if name != attention.NAME:
         if wanted != AUTO:
@@ -51,5 +53,5 @@ def choose_attention(
             model(**on_device(inputs, next(model.parameters()).device))
 
     plan = packs.epoch_plan
-    typical = typical_boundaries(None if plan is None else plan.packs, packs.config.packing_length)
+    typical = typical_boundaries(None if plan is None else plan.packs, packs.config)
     return choose(model, forward, typical, wanted=wanted, results_of_all=results_of_all)

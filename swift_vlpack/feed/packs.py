@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.attention.prepare import check_ready
+from swift_vlpack.attention.prepare import check_ready, refuse_flat_attention
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.units import SHARED
@@ -21,7 +21,8 @@ from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleId
+from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 
@@ -66,6 +67,11 @@ class Packs:
         """Yield the first samples that will be trained, encoded when they are asked for; skip rows that fail."""
         raise NotImplementedError
 
+    def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
+        """Return the first samples, those that begin alike as neighbours, and the tokens each shares with the last."""
+        samples = list(self.preview(num_samples))
+        return samples, [0] * len(samples)
+
 
 def rows_of(dataset: Any, template: Template, seed: int) -> FusionCaptionDataset | StreamedRows:
     """Return rows in one of the two forms that packs are made of; a plain list becomes a single source.
@@ -89,12 +95,14 @@ def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, 
     # The rows may have another template, such as a copy that fetches URLs in another way.
     for used in {id(one): one for one in (template, rows.template)}.values():
         check_ready(used, needs_model=False)
+        if config.shares_media:
+            refuse_flat_attention(getattr(used, "model", None))
     rows.encode_for(config)
     template.packing = True
     template.padding_free = True
 
 
-def packed_samples(
+def packed_samples(  # noqa: PLR0913 - the samples, then what the record says of them
     samples: Sequence[Encoded],
     epoch: int,
     number: int,
@@ -102,10 +110,12 @@ def packed_samples(
     left_out: Sequence[LeftOut],
     *,
     num_apart: int = 0,
+    alone: Sequence[tuple[SampleId, Alone]] = (),
 ) -> PackedSamples:
     """Make a pack of samples, with the record that tells the trainer and the counts what is in it.
 
-    `num_apart` counts the samples that were planned to share a prefix but were encoded apart.
+    `num_apart` counts the samples that were planned to share a prefix but were encoded apart. `alone` names those of a
+    stream that are alone although others had their media.
     """
     sizes = [size_of(sample) for sample in samples]
     shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)
@@ -120,5 +130,6 @@ def packed_samples(
         sequence_multiple=config.sequence_multiple,
         shared=shared if any(shared) else (),
         num_apart=num_apart,
+        alone=tuple(alone),
     )
     return PackedSamples(samples, record)

@@ -22,16 +22,21 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.failures import counted_failure
+from swift_vlpack.feed.joining import NOTHING_SHARED, Waiting
 from swift_vlpack.feed.packs import Packs, packed_samples
-from swift_vlpack.plan.items import Item, ItemId
+from swift_vlpack.plan.items import Item, ItemId, Pack
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.beginnings import Beginning, BeginningReader
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import RowCutter, in_parts
 from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.families import refuse_sharing
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
+from swift_vlpack.rows.shared import Alone
+from swift_vlpack.rows.source import Row
 
 WorkerState = dict[str, Any]
 PROGRESS = {
@@ -46,7 +51,10 @@ PROGRESS = {
         }
     ],
 }
-"""The shape of a rank's saved state; the packer checks its own part."""
+"""The shape of a rank's saved state; the packer checks its own part. A worker in which samples share prefixes has
+`units`, too."""
+_UNITS = [[(Whole(), Whole(1))]]
+"""The shape of `units`: for each unit, the number and the length of each of its rows."""
 
 
 class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
@@ -66,6 +74,8 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         num_ranks: int = 1,
     ) -> None:
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
+        if config.shares_media:
+            refuse_sharing(getattr(template, "config", None))
         if self.sources and self.dataset.mix.ratio_by != "rows":
             self.dataset.mix.schedule(0)  # raises now, and not in a worker: ratios by tokens need lengths
         self.rank = rank
@@ -85,6 +95,20 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         cutter = self.dataset.encoder.cutter
         read = chain.from_iterable(in_parts(row, cutter) for row in self.dataset.samples(0))
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
+
+    def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
+        """Return the first samples of epoch 0, those that begin alike as neighbours, and what each shares so."""
+        if not self.config.shares_media:
+            return super().preview_in_units(num_samples)
+        reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
+        by_key: dict[Any, list[tuple[Encoded, int]]] = {}
+        read = ((row, sample) for row, sample in self.dataset.rows_and_samples(0) if isinstance(sample, dict))
+        for number, (row, sample) in enumerate(islice(read, num_samples)):
+            begins = reader.of(row, sample)
+            alike = by_key.setdefault(begins.key or number, [])
+            alike.append((sample, begins.length() if alike else 0))
+        found = [one for alike in by_key.values() for one in alike]
+        return [sample for sample, _ in found], [num_shared for _, num_shared in found]
 
     def restore(self, progress: ReaderProgress) -> None:
         """Continue the saved epoch after the last pack that was trained."""
@@ -145,6 +169,8 @@ class ReaderProgress:
         check_shape(state, PROGRESS, "state")
         if state["turn"] >= state["num_workers"]:
             raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
+        for saved in state["workers"]:
+            check_shape(saved.get("units", []), _UNITS, "state.workers.units")
         progress = cls(state["num_workers"])
         progress.epoch, progress.turn, progress.num_trained = state["epoch"], state["turn"], state["num_trained"]
         progress.workers = {saved["worker"]: saved for saved in state["workers"]}
@@ -159,6 +185,8 @@ class _Buffer:
         number                  a whole row, by its number in the share (0, 1, 2 ...)
         (number, part)          a part of a row
         (number, *span)         a part under the strategy `window`, where the row alone does not determine its parts
+
+    Under `packing_share=media` whole rows that begin alike are one item, with the id of the first.
     """
 
     def __init__(
@@ -169,7 +197,10 @@ class _Buffer:
         self._epoch = epoch
         self._worker = worker
         self._packer = Packer(config, seed=seed, on_drop=self._dropped, label=self._name)
-        self._waiting: dict[ItemId, Encoded | SampleError] = {}
+        self._waiting = Waiting(config)
+        self._units: dict[ItemId, list[Item]] = {}
+        """The rows of each saved unit alone, by its item, before they are encoded again."""
+        self._beginnings: BeginningReader | None = None
         self._ready: deque[tuple[Item, ...]] = deque()
         self._left_out: list[LeftOut] = []
         self._num_read = 0
@@ -179,12 +210,14 @@ class _Buffer:
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
         """Pack a share. One pack is held back, so that samples left out at the end can go into its record."""
-        samples = dataset.samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
+        if self._config.shares_media:
+            self._beginnings = BeginningReader(dataset.encoder, self._config.packing_share_min)
+        rows = dataset.rows_and_samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
         # Do this first, because the iterator yields the rows of waiting samples before new rows.
-        self._encode_held_again(samples)
+        self._encode_held_again(rows)
         if not self._is_at_end:
-            for sample in samples:
-                self._take(sample)
+            for row, sample in rows:
+                self._take(row, sample)
                 while len(self._ready) > 1:
                     yield self._next()
             self._ready += [pack.items for pack in self._packer.flush()]
@@ -199,6 +232,7 @@ class _Buffer:
 
         Left-out samples are not part of the state, because the record of the pack has them.
         """
+        units = [[list(one) for one in zip(held.ids, held.lengths, strict=True)] for held in self._waiting.units]
         return {
             "worker": self._worker,
             "num_read": self._num_read,
@@ -207,6 +241,7 @@ class _Buffer:
             "is_at_end": self._is_at_end,
             "ready": [[list(item) for item in items] for items in self._ready],
             "packer": self._packer.state(),
+            **({"units": units} if units else {}),
         }
 
     def load(self, state: WorkerState) -> None:
@@ -217,30 +252,52 @@ class _Buffer:
         self._is_at_end = state["is_at_end"]
         self._ready = deque(tuple(_item_from(item) for item in items) for items in state["ready"])
         self._packer.load(state["packer"])
+        self._units = {unit[0][0]: [Item(*row) for row in unit] for unit in state.get("units", [])}
+        waits = {item.id for item in self._packer.held}
+        for item, rows in self._units.items():
+            if item in waits:
+                self._packer.join(item, 0, len(rows) - 1)  # the packer's state has its tokens, but one sample only
+
+    def _held_items(self) -> list[Item]:
+        """Return the items that wait, in the order in which the first row of each came."""
+        items = (*self._packer.held, *(item for items in self._ready for item in items))
+        return sorted(items, key=lambda item: _row_of(item.id))
 
     def _held_rows(self) -> dict[int, list[Item]]:
-        """Group the waiting samples by their rows, in the order in which the rows are read again."""
+        """Group the waiting samples, each alone, by their rows, in the order in which the rows are read again."""
         rows: dict[int, list[Item]] = {}
-        for item in (*self._packer.held, *(item for items in self._ready for item in items)):
-            rows.setdefault(_row_of(item.id), []).append(item)
+        for item in self._held_items():
+            for one in self._units.get(item.id, [item]):
+                rows.setdefault(_row_of(one.id), []).append(one)
         return dict(sorted(rows.items()))
 
-    def _encode_held_again(self, rows: Iterator[Encoded | SampleError]) -> None:
+    def _encode_held_again(self, rows: Iterator[tuple[Row, Encoded | SampleError]]) -> None:
+        found: dict[ItemId, tuple[Encoded | SampleError, Beginning]] = {}
         for number, items in self._held_rows().items():
-            row = next(rows, None)
+            data, row = next(rows, (None, None))
             if row is None:
                 raise StateMismatch(
                     f"the saved state holds row {number} of a share of the data, but the share now ends before it: "
                     "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
                 )
             if isinstance(row, SampleError):
-                self._waiting |= {item.id: row.of_part(_part_of(item)) for item in items}
+                found |= {item.id: (row.of_part(_part_of(item)), NOTHING_SHARED) for item in items}
                 continue
             samples = self._cut_again(number, row, items)
             for item in items:
-                self._waiting[item.id] = _unchanged(samples.get(item.id), row, item)
+                found[item.id] = _unchanged(samples.get(item.id), row, item), self._beginning(data, row, item.id)
+        for item in self._held_items():
+            alone = self._units.get(item.id, [item])
+            self._waiting.restore(alone, [found[one.id] for one in alone])
+        self._units = {}
 
-    def _take(self, row: Encoded | SampleError) -> None:
+    def _beginning(self, data: Any, row: Encoded, key: ItemId) -> Beginning:
+        """Return how a row begins; parts of rows share nothing."""
+        if self._beginnings is None or isinstance(key, tuple):
+            return NOTHING_SHARED
+        return self._beginnings.of(data, row)
+
+    def _take(self, data: Row, row: Encoded | SampleError) -> None:
         number = self._num_read
         self._num_read += 1
         if isinstance(row, SampleError):
@@ -252,8 +309,16 @@ class _Buffer:
             if isinstance(sample, LeftOut):
                 self._left_out.append(sample)
             elif not isinstance(sample, SampleError):
-                self._waiting[_item_id(number, span)] = sample
-                self._ready += [pack.items for pack in self._packer.push(_item(_item_id(number, span), sample))]
+                key = _item_id(number, span)
+                self._ready += [pack.items for pack in self._place(key, sample, self._beginning(data, row, key))]
+
+    def _place(self, key: ItemId, sample: Encoded, beginning: Beginning) -> list[Pack]:
+        """Let a sample join others that begin alike, or wait by itself. Returns the packs that are ready."""
+        joined = self._waiting.join(key, sample, beginning, self._packer.fits)
+        if joined is not None:
+            return self._packer.join(*joined)
+        self._waiting.add(key, sample, beginning)
+        return self._packer.push(_item(key, sample))
 
     def _cut_again(
         self, number: int, row: Encoded, items: Sequence[Item]
@@ -269,29 +334,32 @@ class _Buffer:
         return found
 
     def _next(self) -> PackedSamples:
-        samples = []
+        samples, alone = [], []
         for item in self._ready.popleft():
-            sample = self._waiting.pop(item.id)
-            if isinstance(sample, SampleError):  # the row could be read before the run was interrupted, but not now
-                self._left_out.append(counted_failure(sample, 1))
-            else:
-                samples.append(sample)
-        return self._pack(samples)
+            held = self._waiting.take(item.id)
+            self._left_out += [counted_failure(error, 1) for error in held.errors]
+            samples += held.in_pack()
+            alone += held.alone
+        return self._pack(samples, alone)
 
-    def _pack(self, samples: list[Encoded]) -> PackedSamples:
+    def _pack(self, samples: list[Encoded], alone: Sequence[tuple[SampleId, Alone]] = ()) -> PackedSamples:
         left_out, self._left_out = self._left_out, []
         self._num_packs += 1
-        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
+        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out, alone=alone)
         # Take the state now, when the samples of this pack no longer wait: it is the state after the pack.
         pack.record = replace(pack.record, progress=(self.state(),))
         return pack
 
-    def _name(self, number: ItemId) -> str:
-        return str(_sample_id(self._waiting[number]))
+    def _name(self, key: ItemId) -> str:
+        return str(self._waiting[key].unit.samples[0]["sample_id"])
 
     def _dropped(self, item: Item, reason: Reason) -> None:
-        said = f"{item.length} tokens, {item.images} images"
-        self._left_out.append(LeftOut(_sample_id(self._waiting.pop(item.id)), reason.value, said))
+        held = self._waiting.take(item.id)
+        self._left_out += [counted_failure(error, 1) for error in held.errors]
+        for sample in held.unit.samples:
+            size = size_of(sample)
+            said = f"{size.length} tokens, {size.images} images"
+            self._left_out.append(LeftOut(sample["sample_id"], reason.value, said))
 
 
 def _item_id(number: int, span: Span | None) -> ItemId:
@@ -330,8 +398,3 @@ def _unchanged(sample: Encoded | SampleError | LeftOut | None, row: Encoded, ite
 def _item(key: ItemId, sample: Encoded) -> Item:
     size = size_of(sample)
     return Item(key, size.length, size.images, size.patches)
-
-
-def _sample_id(sample: Encoded | SampleError) -> SampleId:
-    sample_id: SampleId = sample.sample_id if isinstance(sample, SampleError) else sample["sample_id"]
-    return sample_id

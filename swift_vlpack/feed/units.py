@@ -37,6 +37,10 @@ class Unit:
     takes_more: set[int] = field(default_factory=set)
     """Indices of the samples that take more tokens than planned."""
 
+    def add(self, sample: Encoded) -> None:
+        """Add a sample that begins like the others (`why_apart`). Its pixels are those of the prefix."""
+        self.samples.append(without_pixels(sample))
+
     def in_pack(self, kept: list[int]) -> list[Encoded]:
         """Return some samples of the unit as a pack has them: the first with the pixels, the others as branches."""
         if self.prefix == 0 or not kept:
@@ -81,7 +85,7 @@ class UnitsOfPack:
             self.apart.add(sample["sample_id"])
             logger.warning("%s: shares no prefix after all, and is trained whole: %s", sample["sample_id"], why)
         elif self.open is not None:
-            self.open.samples.append(without_pixels(sample))
+            self.open.add(sample)
             return self.open
         unit = unit_of(sample, 0 if why else prefix)
         self.units.append(unit)

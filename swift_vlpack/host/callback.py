@@ -15,7 +15,7 @@ from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
 from swift_vlpack.attention.sequence_effects import noise_by_sample
-from swift_vlpack.config import SAMPLES
+from swift_vlpack.config import MEDIA, SAMPLES
 from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_isolation
@@ -113,6 +113,7 @@ def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[s
         "mode": feed.kind,
         "packing_length": feed.config.packing_length,
         "packing_strategy": feed.config.packing_strategy,
+        **({"packing_share": MEDIA} if feed.config.shares_media else {}),
         "attention": attention,
         "proof": proof,
         "plan": None if plan is None else plan_facts(plan, accumulation=args.gradient_accumulation_steps),

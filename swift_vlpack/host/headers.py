@@ -204,7 +204,7 @@ def pixel_free(template: Any, urls: Urls | None = None) -> Any:
 
 
 def branch_template(template: Any) -> Any:
-    """Return a copy of a template of training that encodes rows without pixels, for rows whose images others bring.
+    """Return a copy of a template of training that encodes rows without pixels, for rows whose media others bring.
 
     Several threads may use it, and it can be pickled. Other than `pixel_free`, it makes all that training needs.
     """
@@ -218,9 +218,11 @@ def branch_template(template: Any) -> Any:
 
 
 def _encode_branch(template: Any, row: dict[str, Any], **options: Any) -> Any:
-    if row.get("videos"):  # their readers can only be replaced for the whole process, which has other threads
-        raise NoPixels("a video is decoded to know its frames")
-    return type(template).encode(template, _Row(row), **options)
+    videos = row.get("videos") or ()
+    if any(isinstance(one, (list, tuple)) for one in videos):
+        raise NoPixels("the frames of a video that is a list of images are decoded")
+    with without_frames() if videos else nullcontext():
+        return type(template).encode(template, _Row(row), **options)
 
 
 def _reading_headers(template: Any) -> Any:

@@ -207,6 +207,8 @@ class PackingTrainer(EvaluatesRows):
             self._show(record)
         self._show_share("pack/padding_saved", counts.num_padding_saved, counts.num_tokens_unpacked)
         self._show_share("pack/vision_share", counts.num_vision_tokens, counts.num_tokens)
+        if self.feed.config.shares_media:
+            self._show_share("pack/sharing_saved", counts.num_shared_tokens, counts.num_tokens_alone)
 
     def _show(self, record: PackRecord) -> None:
         if not record.sample_ids:

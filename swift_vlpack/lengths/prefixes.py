@@ -2,7 +2,8 @@
 
 The pass has four steps. In each step every rank works on its share of the rows, and all ranks get the same result:
 
-1. Read the head of every row (`rows/prefixes.py`), and find out which media are the same (`media_digests.py`).
+1. Read the head of every row (`rows/prefixes.py`), unless an earlier start did (`known_heads.py`), and find out which
+   media are the same (`media_digests.py`).
 2. Group the rows of all sources by head and media. A group of two or more rows has a prefix.
 3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
 4. Encode some rows of each source in full, to see that the prefix is the same in every row of a group.
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.lengths import forked
+from swift_vlpack.lengths.known_heads import Heads, KnownHeads
 from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, Records
 from swift_vlpack.lengths.measure import Progress
 from swift_vlpack.lengths.media_digests import identities
@@ -154,20 +156,6 @@ def log_sharing(source: RowSource) -> None:
 # -- heads of all rows ------------------------------------------------------------------------------------------------
 
 
-class _Heads(NamedTuple):
-    """The heads of some rows of a source, in arrays."""
-
-    indices: NDArray[np.int64]
-    digests: Keys
-    causes: NDArray[np.uint8]
-    has_digest: NDArray[np.bool_]
-    num_names: NDArray[np.int64]
-    names_at: NDArray[np.int64]
-    """The media of all rows one after the other, as places in `names`."""
-    names: list[str]
-    files: dict[str, FileState]
-
-
 class _HeadTask(NamedTuple):
     source: int
     indices: NDArray[np.int64]
@@ -179,15 +167,15 @@ class _HeadWork:
         # One reader for each source, because rows of several tasks may name the same file.
         self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
 
-    def __call__(self, task: _HeadTask) -> _Heads:
+    def __call__(self, task: _HeadTask) -> Heads:
         source, reader = self._sources[task.source], self._readers[task.source]
         return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
 
 
-def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> _Heads:
+def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> Heads:
     names: dict[str, int] = {}
     places = [names.setdefault(name, len(names)) for head in heads for name in head.media]
-    return _Heads(
+    return Heads(
         indices,
         np.frombuffer(b"".join(head.digest or bytes(16) for head in heads), KEY),
         np.array([head.cause for head in heads], np.uint8),
@@ -202,7 +190,7 @@ def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader
 class _Rows:
     """The heads of all rows of all sources, joined: one number for every row, one for every medium."""
 
-    def __init__(self, sources: Sequence[RowSource], of_tasks: Sequence[tuple[int, _Heads]]) -> None:
+    def __init__(self, sources: Sequence[RowSource], of_tasks: Sequence[tuple[int, Heads]]) -> None:
         self.first = np.cumsum([0, *(len(source.rows) for source in sources)])
         num_rows = int(self.first[-1])
         self.digests = np.zeros(num_rows, KEY)
@@ -374,10 +362,13 @@ class _PrefixPass:
 
     def _rows(self) -> _Rows:
         sources = [one.source for one in self._given]
-        mine = [np.arange(self._comm.rank, len(source.rows), self._comm.num_ranks) for source in sources]
+        known = [KnownHeads(one.source, one.lengths_path, self._comm) for one in self._given]
+        loaded = [of_source.load() for of_source in known]
+        wanted = [of_source.missing(heads) for of_source, heads in zip(known, loaded, strict=True)]
+        mine = [rows[self._comm.rank :: self._comm.num_ranks] for rows in wanted]
         num_rows = sum(map(len, mine))
 
-        def of_this_rank() -> list[tuple[int, _Heads]]:
+        def of_this_rank() -> list[tuple[int, Heads]]:
             tasks = deque(
                 _HeadTask(number, indices[start : start + _ROWS_OF_TASK])
                 for number, indices in enumerate(mine)
@@ -390,7 +381,13 @@ class _PrefixPass:
                     bar.update(len(heads.indices))
             return list(zip(numbers, found, strict=True))
 
-        rows = _Rows(sources, [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank])
+        of_tasks = [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank]
+        for number, (of_source, heads) in enumerate(zip(known, loaded, strict=True)):
+            if heads is None:
+                of_source.save([one for source, one in of_tasks if source == number])
+            else:
+                of_tasks.append((number, heads))
+        rows = _Rows(sources, of_tasks)
         rows.merge_equal_files(identities(rows.files, self._folder, self._comm))
         return rows
 

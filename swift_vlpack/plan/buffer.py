@@ -56,6 +56,7 @@ class Buffer:
         self._uses: list[tuple[int, ...]] = []  # what each item uses of the limits; empty without caps
         self._beside: list[list[Any]] = [self.serials, self._uses] if self._limits else [self.serials]
         self._num_carried: dict[int, int] = {}  # serial -> how often the buffer was packed without the item
+        self._num_joined: dict[int, int] = {}  # serial -> how many samples have joined the item
 
     def __len__(self) -> int:
         return len(self.serials)
@@ -74,6 +75,24 @@ class Buffer:
         if num_carried:
             self._num_carried[serial] = num_carried
         self.shortest = min(self.shortest, length)
+
+    def fits(self, serial: int, more: int, use: tuple[int, ...]) -> bool:
+        """Tell whether an item can become longer by `more` tokens, and still fit into a pack."""
+        index = self.serials.index(serial)
+        # A strategy that keeps the order has one open pack, with all items.
+        together = range(len(self)) if self.is_in_order else (index,)
+        if sum(self.lengths[at] for at in together) + more > self._capacity:
+            return False
+        used = zip(*(self._uses[at] for at in together), use, strict=True) if self._limits else ()
+        return all(sum(one) <= limit for one, limit in zip(used, self._limits, strict=False))
+
+    def lengthen(self, serial: int, more: int, num_samples: int, use: tuple[int, ...]) -> None:
+        """Make an item longer by samples that join it. `use` is what they use of each cap."""
+        index = self.serials.index(serial)
+        self._shelf.lengthen(index, more)
+        self._num_joined[serial] = self._num_joined.get(serial, 0) + num_samples
+        if self._limits:
+            self._uses[index] = tuple(map(sum, zip(self._uses[index], use, strict=True)))
 
     def fill(self, serials: Iterable[int], lengths: Iterable[int], uses: Iterable[tuple[int, ...]]) -> bool:
         """Add items from the front of these iterators until the buffer is full. Returns whether it is full."""
@@ -106,7 +125,7 @@ class Buffer:
             [self._capacity - sum(lengths[i] for i in group) for group in groups],
             self.shortest,
             self.config,
-            counts=[len(group) for group in groups],
+            counts=[sum(1 + self._num_joined.get(self.serials[i], 0) for i in group) for group in groups],
             num_items=num_items,
         )
         dropped = [] if remainder is None else [self.serials[i] for i in groups.pop(remainder)]
@@ -181,9 +200,10 @@ class Buffer:
     def _take(self, indices: Sequence[int]) -> None:
         if not indices:
             return
-        if self._num_carried:
-            for index in indices:
-                self._num_carried.pop(self.serials[index], None)
+        for by_serial in (self._num_carried, self._num_joined):
+            if by_serial:
+                for index in indices:
+                    by_serial.pop(self.serials[index], None)
         self._shelf.take(indices, *self._beside)
 
     # -- fill ---------------------------------------------------------------------------------------------------
@@ -224,7 +244,8 @@ def remainder_to_drop(
 
     The remainder is the least filled group, if it is underfilled and some item of the epoch would have fitted into it.
     At most one group is dropped: two half-empty groups do not fit together, so neither is a remainder.
-    A group with more than 1/`MOST_DROPPED` of the epoch's `num_items` stays; `counts` has the items of each group.
+    A group with more than 1/`MOST_DROPPED` of the epoch's `num_items` stays. `counts` has the samples of each group; an
+    item may be several.
     """
     if not config.packing_drop_last or not fills:
         return None

@@ -245,11 +245,16 @@ def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConf
     )
 
 
-def typical_boundaries(packs: Plan | None, capacity: int) -> Boundaries:
+def typical_boundaries(packs: Plan | None, config: PackingConfig) -> Boundaries:
     """Return the boundaries of a sequence like those of a run: a pack in which samples share, or typical lengths.
 
-    Attention is tried and timed on it, so where samples share it has to have prefixes and branches.
+    Attention is tried and timed on it, so where samples share it has to have prefixes and branches. Those of a stream
+    are not known: two units of five samples, which share three quarters of each.
     """
+    capacity = config.packing_length
+    if packs is None and config.shares_media:
+        length = max(2, capacity // 4)
+        return Boundaries.of_samples([length] * 10, [0, *[3 * length // 4] * 4] * 2)
     if packs is None:
         return Boundaries(typical_lengths((), capacity))
     shared = np.broadcast_to(packs.shared_of_members, len(packs.members))

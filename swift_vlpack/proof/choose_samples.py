@@ -113,7 +113,9 @@ def _counted_kinds(images: NDArray[Any], patches: NDArray[Any]) -> list[NDArray[
 def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
     """Return a short unit of each kind that the epoch has: a prefix with up to `_BRANCHES` of its rows, marked."""
     plan = packs.epoch_plan
-    if plan is None or plan.packs.shared is None:
+    if plan is None:
+        return _units_of_stream(packs, is_usable)
+    if plan.packs.shared is None:
         return []
     members, shared = plan.packs.members, plan.packs.shared_of_members
     joins = np.flatnonzero(shared > 0)
@@ -126,6 +128,20 @@ def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[
         unit = next((unit for unit in units if len(unit) > 1), None)
         found += [] if unit is None else [unit]
     return found
+
+
+def _units_of_stream(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
+    """Return the shortest unit of each kind among the first samples of a stream."""
+    samples, shared = packs.preview_in_units(NUM_STREAMED)
+    units: list[list[Encoded]] = []
+    for sample in as_planned(samples, shared):
+        if PREFIX not in sample or not is_usable(sample):
+            continue
+        if not units or units[-1][-1][PREFIX] is not sample[PREFIX]:
+            units.append([])
+        units[-1].append(sample)
+    usable = sorted((unit[:_BRANCHES] for unit in units if len(unit) > 1), key=lambda unit: length_of(unit[0]))
+    return [of_kind[0] for of_kind in _grouped(usable, lambda unit: _kind_of_sample(unit[0]))]
 
 
 def _tokens_of_two(lengths: NDArray[Any], shared: NDArray[Any], firsts: NDArray[Any]) -> NDArray[Any]:
@@ -152,7 +168,7 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
     """
     epoch = packs.epoch_plan
     if epoch is None:
-        filled = _filled(packs.preview(NUM_STREAMED), packs.config.packing_length)
+        filled = as_planned(*_filled(*packs.preview_in_units(NUM_STREAMED), packs.config.packing_length))
         return [filled] if filled else []
     plan = epoch.packs
     if not len(plan):
@@ -222,12 +238,19 @@ def _encoded_or_none(packs: Packs, samples: Iterable[Where]) -> list[Encoded | N
     return encoded
 
 
-def _filled(samples: Iterable[Encoded], capacity: int) -> list[Encoded]:
+def _filled(samples: Iterable[Encoded], shared: Iterable[int], capacity: int) -> tuple[list[Encoded], list[int]]:
+    """Take samples while they fit into a sequence, each with what it shares with the one before it."""
     sequence: list[Encoded] = []
-    for sample in samples:
-        if sum(map(length_of, sequence)) + length_of(sample) <= capacity:
+    of_sequence: list[int] = []
+    room, takes_unit = capacity, False
+    for sample, num_shared in zip(samples, shared, strict=True):
+        fits = length_of(sample) - num_shared <= room and (takes_unit or not num_shared)
+        takes_unit = fits if not num_shared else takes_unit
+        if fits:
             sequence.append(sample)
-    return sequence
+            of_sequence.append(num_shared)
+            room -= length_of(sample) - num_shared
+    return sequence, of_sequence
 
 
 def _spread(positions: NDArray[np.int64], num: int) -> list[int]:

@@ -117,8 +117,8 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def encode_branch(self, address: Address, row: Row | None = None) -> Encoded | None:
         """Encode a whole row whose media another row brings: without decoding them, and without pixels.
 
-        Every other field is as `encode` makes it. Returns None where that is not known for certain, as for videos or
-        without ms-swift's header encoding: then call `encode`.
+        Every other field is as `encode` makes it. Returns None where that is not known for certain, as for videos that
+        are lists of frames or without ms-swift's header encoding: then call `encode`.
         """
         encoder = self._branch_encoders[address.source]
         if encoder is None or address.span is not None:
@@ -178,14 +178,23 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
         A row that cannot be encoded is yielded as its error.
         """
+        for _, sample in self.rows_and_samples(epoch, share, start=start, held=held):
+            yield sample
+
+    def rows_and_samples(
+        self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
+    ) -> Iterator[tuple[Row, Encoded | SampleError]]:
+        """Yield what `samples` yields, each with its row."""
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
         # Held rows come first, because the interrupted run read them before row `start`.
         for position in chain(map(share.row, sorted(held)), positions):
             # Seed by position and not by row: a row that comes twice in an epoch draws twice.
             with RandomStream(self.mix.seed, epoch, position):
-                sample = self.sample_or_error(Address(*schedule[position]))
-            yield sample
+                address = Address(*schedule[position])
+                row = self.row(address)
+                sample = self.sample_or_error(address, row)
+            yield row, sample
 
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
         """Save the true size of a row for the plan of the next run, if this run planned with another size."""

@@ -1,15 +1,16 @@
 """Patch torch and video readers inside a `with` block, for two needs that they have no public interface for.
 
 `no_worker` replaces the variable by which torch tells code that it runs in a dataloader worker. `without_frames`
-replaces the readers of videos, so that a length pass decodes no frames. Each place is checked before it is replaced: if
-a version of the package moved it, the user is told, and nothing is patched blindly. `host/seam.py` has the parts of
-ms-swift that packing depends on.
+replaces the readers of videos, so that a thread that needs sizes only decodes no frames. Each place is checked before
+it is replaced: if a version of the package moved it, the user is told, and nothing is patched blindly. `host/seam.py`
+has the parts of ms-swift that packing depends on.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -108,15 +109,53 @@ def no_worker() -> Iterator[None]:
 # on that device, sampling, resizing and cutting into patches compute shapes only.
 
 
+class _OfThread(threading.local):
+    decodes = True
+
+
+_of_thread = _OfThread()
+
+
 @contextmanager
 def without_frames() -> Iterator[None]:
-    """Let video readers decode nothing until the block ends, except that decord decodes a frame to know its size."""
-    with ExitStack() as stack:
-        for place, reader in _readers():
-            stack.enter_context(replaced(place, reader))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="To copy construct from a tensor")  # qwen_vl_utils copies its frames
-        yield
+    """Let this thread's video readers decode nothing until the block ends, but a frame of which decord takes the size.
+
+    Other threads decode as before: a replaced reader asks which thread it is in.
+    """
+    with _replacement:
+        before, _of_thread.decodes = _of_thread.decodes, False
+        try:
+            yield
+        finally:
+            _of_thread.decodes = before
+
+
+class _Replacement:
+    """Replaces the readers of the process while any thread is inside; the last one to leave puts the real ones back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._undo = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_inside:
+                for place, reader in _readers():
+                    self._undo.enter_context(replaced(place, reader))
+                self._undo.enter_context(warnings.catch_warnings())
+                # qwen_vl_utils copies its frames.
+                warnings.filterwarnings("ignore", message="To copy construct from a tensor")
+            self._num_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._undo.close()
+
+
+_replacement = _Replacement()
 
 
 @cache
@@ -142,6 +181,8 @@ def _readers() -> tuple[tuple[Place, type], ...]:
 def _without_frames_by_decord(reader: Any) -> type:
     class Reader(reader):  # type: ignore[misc]
         def get_batch(self, indices: Any) -> Any:
+            if _of_thread.decodes:
+                return super().get_batch(indices)
             return _Batch(torch.empty((len(indices), *self[0].shape), dtype=torch.uint8, device="meta"))
 
     return Reader
@@ -150,6 +191,8 @@ def _without_frames_by_decord(reader: Any) -> type:
 def _without_frames_by_torchcodec(decoder: Any) -> type:
     class Decoder(decoder):  # type: ignore[misc]
         def get_frames_at(self, indices: Any) -> Any:
+            if _of_thread.decodes:
+                return super().get_frames_at(indices)
             shape = (len(indices), 3, self.metadata.height, self.metadata.width)
             return _Batch(torch.empty(shape, dtype=torch.uint8, device="meta"))
 

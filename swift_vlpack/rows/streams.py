@@ -93,11 +93,18 @@ class StreamedRows:
 
         A row that cannot be encoded is yielded as its error. Other rows before `start` are read but not encoded.
         """
+        for _, sample in self.rows_and_samples(epoch, share, start=start, held=held):
+            yield sample
+
+    def rows_and_samples(
+        self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
+    ) -> Iterator[tuple[Row, Encoded | SampleError]]:
+        """Yield what `samples` yields, each with its row."""
         for index, row in enumerate(self.rows_of(epoch, share)):
             if index >= start or index in held:
                 with RandomStream(self._seed, epoch, self.name, share.row(index)):
                     sample = sample_or_error(self._encode, row, SampleId(self.name, share.row(index)))
-                yield sample
+                yield row, sample
 
     def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
         """Yield the share's rows of an epoch, not encoded, with the random numbers by which a loader shuffles."""

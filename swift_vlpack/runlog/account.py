@@ -34,7 +34,7 @@ def account_line(counts: Counts, **labels: Any) -> str:
         f"{counts.num_single_long} single-long ({_per_cent(counts.num_single_long, counts.num_read)}%), "
         f"{num_dropped} of {counts.num_read} left out ({_per_cent(num_dropped, counts.num_read)}%)"
         + (f": {by_reason(dict(sorted(counts.num_dropped.items())))}" if num_dropped else "")
-        + (f"; {shared_in_words(counts)}" if counts.num_units or counts.num_apart else "")
+        + (f"; {shared_in_words(counts)}" if counts.tells_of_sharing else "")
         + f"; {law_in_words(counts)}"
     )
 
@@ -62,14 +62,15 @@ def account_json(counts: Counts, **labels: Any) -> dict[str, Any]:
         "account": law_in_words(counts),
         "sources": {name: source.as_json() for name, source in sorted(counts.sources.items())},
         **(_cut_rows(counts) if counts.further or counts.lost_tokens else {}),
-        **({"shared": shared_json(counts)} if counts.num_units or counts.num_apart else {}),
+        **({"shared": shared_json(counts)} if counts.tells_of_sharing else {}),
     }
 
 
-def shared_json(counts: Counts) -> dict[str, int]:
+def shared_json(counts: Counts) -> dict[str, Any]:
     """Return the counts of prefixes that samples shared: num_packed = num_in_units + num_alone."""
     names = ("num_units", "num_in_units", "num_alone", "num_apart", "num_shared_tokens", "num_tokens_alone")
-    return {name: getattr(counts, name) for name in names}
+    alone = {"alone_because": dict(counts.alone_because.most_common())} if counts.alone_because else {}
+    return {**{name: getattr(counts, name) for name in names}, **alone}
 
 
 def shared_in_words(counts: Counts) -> str:
@@ -84,7 +85,8 @@ def shared_in_words(counts: Counts) -> str:
     units = f"{counts.num_in_units} in {counted(counts.num_units, 'unit')} + {counts.num_alone} alone"
     apart = f", {counts.num_apart} of them planned to share" if counts.num_apart else ""
     tokens = f"{counts.num_tokens} of {counts.num_tokens_alone} tokens computed"
-    return f"shared: {counted(counts.num_packed, 'sample')} = {units}{apart}, {tokens}"
+    because = "".join(f"; {num} alone, as rows {cause}" for cause, num in counts.alone_because.most_common())
+    return f"shared: {counted(counts.num_packed, 'sample')} = {units}{apart}, {tokens}{because}"
 
 
 def law_in_words(counts: Counts) -> str:

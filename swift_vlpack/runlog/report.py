@@ -107,6 +107,7 @@ def _from_account(account: Mapping[str, Any]) -> Counts:
     shared = account.get("shared", {})
     for name in ("num_units", "num_in_units", "num_apart", "num_shared_tokens"):
         setattr(counts, name, shared.get(name, 0))
+    counts.alone_because.update(shared.get("alone_because", {}))
     return counts
 
 
@@ -149,7 +150,7 @@ def _trained(counts: Counts, *, is_logged: bool) -> Report:
         "seconds": round(seconds, 1) or None,
         "tokens_per_second": round(counts.num_tokens / seconds, 1) if seconds else None,
         "samples_per_second": round(counts.num_packed / seconds, 3) if seconds else None,
-        "shared": shared_json(counts) if counts.num_units or counts.num_apart else None,
+        "shared": shared_json(counts) if counts.tells_of_sharing else None,
     }
 
 

@@ -54,7 +54,7 @@ def end_text(trained: Counts, *, step: int, num_steps: int, num_ranks: int, outp
             f"mean fill {trained.fill_mean:.1%}",
             2,
         ),
-        *([("", shared_in_words(trained), 2)] if trained.num_units or trained.num_apart else []),
+        *([("", shared_in_words(trained), 2)] if trained.tells_of_sharing else []),
         (
             "speed",
             f"{trained.num_tokens / seconds:.0f} tokens and {trained.num_packed / seconds:.1f} samples a second, in "
@@ -79,6 +79,8 @@ def _entries(facts: Mapping[str, Any]) -> Iterator[Entry]:
         yield "checkpoint", facts["checkpoint"], 1
     if facts["plan"] is None:
         yield "data", "a stream: rows are packed as they come, and counted when they are trained or left out", 1
+        if "packing_share" in facts:
+            yield "shared", "rows that wait for a pack together and begin alike; counted when they are trained", 1
     else:
         yield from _about_data(facts["data"], facts["plan"])
         yield from _about_plan(facts["plan"], facts["epoch"], facts["data"].get("share"))

@@ -7,8 +7,9 @@ import pytest
 from swift_vlpack.cli import bench_run
 from swift_vlpack.cli.bench import bench_report
 from swift_vlpack.cli.bench_report import bench_text
+from swift_vlpack.rows.source import RowSource
 from tests.cli.in_process import run_here
-from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.data_rows import mixed_rows, rows_about_images, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import packed_argv
 
@@ -26,8 +27,9 @@ def measure(small_folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("VLPACK_FUSION_CONFIG", str(tmp_path / "mix.yaml"))
 
     def measured(phase, **flags):
-        argv = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", max_length=200, **flags)
-        of_phase = ["--phase", phase, "--tokens_of_pack", 200 * (phase != "packed")]
+        flags = {"max_length": 200, **flags}
+        argv = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **flags)
+        of_phase = ["--phase", phase, "--tokens_of_pack", 200 * phase.startswith("padd")]
         code = run_here(["bench", *argv, "--steps", 3, "--rows", 20, *of_phase])
         said = capfd.readouterr()
         return code, json.loads(said.out) if said.out else None, said.err
@@ -93,6 +95,36 @@ def test_steps_that_keep_their_samples_are_measured_sequence_by_sequence(measure
     assert "padding_free to padded" in bench_text(report)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
+def test_run_whose_rows_share_is_measured_beside_packs_without_sharing(measure, monkeypatch, tmp_path):
+    """SHARE-85"""
+    rows = [row for rows in rows_about_images(tmp_path, 30, 4, seed=3) for row in rows]
+    monkeypatch.delenv("VLPACK_FUSION_CONFIG")
+    monkeypatch.setenv("VLPACK_PACKING_SHARE", "media")
+    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "exact")
+    monkeypatch.setenv("VLPACK_PACKING_VERIFY", "false")
+    data = write_jsonl(tmp_path / "vqa.jsonl", rows)
+    found = {}
+    for phase in ("packed", "unshared", "padded"):
+        code, found[phase], said = measure(phase, dataset=data, max_length=400, dataloader_num_workers=0)
+        assert code == 0, said[-3000:]
+    share = found["packed"]["plan"]["share"]
+    assert share["num_units"] > 0
+    assert share["num_tokens"] < share["num_tokens_alone"]
+    assert "share" not in found["unshared"]["plan"]
+    assert found["unshared"]["plan"]["packs"] > found["packed"]["plan"]["packs"]
+    assert found["packed"]["length_pass"]["rows"] == found["unshared"]["length_pass"]["rows"] == 20
+    assert any(one["tokens_alone"] > one["tokens"] for one in found["packed"]["measurements"])
+    assert all(one["tokens_alone"] == one["tokens"] for one in found["unshared"]["measurements"])
+    report = bench_report(**found, seconds=1.0)
+    assert report["ratio_sharing"] > 0
+    text = bench_text(report)
+    assert f"sharing      {report['ratio_sharing']:.2f} times the tokens a second of the rows alone" in text
+    assert f"{share['num_tokens']} of {share['num_tokens_alone']} tokens of these rows are computed" in text
+    assert "\nunshared     " in text
+
+
 @pytest.mark.parametrize(
     ("flags", "part"), [({"streaming": "true", "max_steps": 3}, "--streaming true"), ({"packing": "false"}, "no packs")]
 )
@@ -103,6 +135,16 @@ def test_what_has_no_packs_to_measure_is_refused(flags, part, measure, monkeypat
     code, report, said = measure("packed", dataset=data, **flags)
     assert (code, report) == (2, None)
     assert part in said
+
+
+def test_rows_are_taken_from_all_over_and_those_that_may_share_side_by_side():
+    """CLI-22 SHARE-85"""
+    source = RowSource(name="x", rows=list(range(1000)))
+    assert bench_run.some_of(source, 5).rows == [0, 249, 499, 749, 999]
+    assert bench_run.some_of(source, 6, together=3).rows == [0, 1, 2, 997, 998, 999]
+    assert bench_run.some_of(source, 4, together=3).rows == [0, 1, 2, 997]
+    assert bench_run.some_of(source, 1000, together=50) is source
+    assert len(bench_run.some_of(source, 990, together=50).rows) == 990
 
 
 def test_workers_are_powers_of_two_up_to_the_cores():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from swift_vlpack.cli.bench_report import advice_on, bench_text, limit_of, speed_of, start_of
+from swift_vlpack.cli.bench_report import advice_on, alone_per_second, bench_text, limit_of, speed_of, start_of
 
 GB = 2**30
 
@@ -176,3 +176,21 @@ def test_report_for_a_reader(report):
     assert "padded       could not be measured: the padded run ended with code 1" in said
     assert "ratio" not in said
     assert "-: too few packs to say" in said
+
+
+def test_sharing_is_compared_by_the_tokens_of_the_rows_alone(report):
+    """SHARE-85: shared prefixes are computed once, so tokens a second would say that sharing gains nothing."""
+    report["advice"] = []
+    share = {"share": {"num_tokens": 1000, "num_tokens_alone": 3000}}
+    shared = {**report, "plan": report["plan"] | share, "ratio_sharing": 3.0, "unshared": report["packed"]}
+    assert "unshared" not in bench_text(report)
+    assert "sharing" not in bench_text(report)
+    text = bench_text(shared)
+    assert "2.00 times the tokens a second of the rows alone, packed to padded" in text
+    assert "3.00 times the tokens a second of the rows alone, packing_share media to none" in text
+    assert "1000 of 3000 tokens of these rows are computed" in text
+    assert "packing_share=none could not be measured" in bench_text({**shared, "ratio_sharing": None})
+    assert "packing_share" not in str(advice_on(shared))
+    (found, *_) = advice_on({**shared, "ratio_sharing": 0.9})
+    assert found["advice"].startswith("leave packing_share out")
+    assert alone_per_second([{"tokens": 1000, "tokens_alone": 3000, "seconds": 1.0}]) == 3000

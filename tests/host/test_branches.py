@@ -108,7 +108,6 @@ def test_packs_of_units_train_every_row_once(dataset, small_folder, tmp_path, op
     [
         ({"attn_impl": "flash_attn"}, "packing_share=media"),
         ({"neftune_noise_alpha": 5}, "packing_share=media"),
-        ({"streaming": "true", "max_steps": 3}, "packing_share=media needs data with a length"),
     ],
 )
 def test_what_cannot_share_is_refused(flags, message, dataset, small_folder, tmp_path, options):

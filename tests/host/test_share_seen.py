@@ -20,7 +20,7 @@ from swift_vlpack.runlog.folder import find_run
 from swift_vlpack.runlog.report import run_report
 from tests.data_rows import image_row, sentence, text_row, write_jsonl
 from tests.environment import packing_options, packing_variables, restored_environment
-from tests.host.runs import packed_argv, train
+from tests.host.runs import log_lines, packed_argv, train
 from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
@@ -124,6 +124,17 @@ def test_plan_of_kept_steps_says_how_little_they_share(planned):
     kept = planned(*batch, VLPACK_PACKING_BATCH="samples")
     assert kept["share"]["num_tokens_anywhere"] == anywhere < kept["share"]["num_tokens"]
     assert f"packing_batch=packs would compute about {anywhere} tokens" in plan_text(kept)
+
+
+def test_log_lines_say_what_sharing_saved_since_the_line_before(output):
+    """SHARE-82: as the run log counts it, which is written with every line."""
+    said = [line["pack/sharing_saved"] for line in log_lines(output.path) if "grad_norm" in line]
+    steps = [event for event in lines(output.path / "vlpack" / "run.jsonl") if event["event"] == "steps"]
+    shared = [event.get("num_shared_tokens", 0) for event in steps]
+    tokens = [event["num_tokens"] for event in steps]
+    expected = [num / (num + computed) for num, computed in zip(shared, tokens, strict=True)]
+    assert said == pytest.approx(expected, abs=1e-6)
+    assert max(said) > 0.3, "most tokens are those of images"
 
 
 def test_run_counts_what_was_planned(planned, output, rows):

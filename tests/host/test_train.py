@@ -86,6 +86,7 @@ def test_packed_run_logs_reports_and_closes_its_account(small_folder, data, tmp_
         assert line["pack/images"] >= 0
         assert line["pack/padding_saved"] == 0, "REPORT-3: batches of one were asked for, which have no padding"
         assert 0 <= line["pack/vision_share"] < 1
+        assert "pack/sharing_saved" not in line, "SHARE-82"
         assert line["pack/tokens_per_second"] > 0
         assert line["pack/supervised_tokens"] > 0
         assert "token_acc" in line

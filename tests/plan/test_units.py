@@ -194,12 +194,15 @@ def test_attention_is_tried_on_a_pack_that_shares():
     """SHARE-23"""
     rows = np.array([(1, 50, 60, 1, 200)] * 4 + [(0, 0, 30, 0, 0)] * 9)
     packs = plan_epoch(recipe_of(rows), 0).packs
-    typical = typical_boundaries(packs, 400)
+    typical = typical_boundaries(packs, packs.config)
     assert typical.parents.count(ROOT) < len(typical.parents)
     assert typical.num_tokens in packs.num_tokens_per_pack
     alone = plan_epoch(recipe_of(rows[4:]), 0).packs
-    assert typical_boundaries(alone, 400) == Boundaries((30,) * 13)
-    assert typical_boundaries(None, 400) == Boundaries((100,) * 4)
+    assert typical_boundaries(alone, alone.config) == Boundaries((30,) * 13)
+    assert typical_boundaries(None, PackingConfig(packing_length=400)) == Boundaries((100,) * 4)
+    of_stream = typical_boundaries(None, PackingConfig(packing_length=400, packing_share="media"))
+    assert of_stream.parents.count(ROOT) == 2
+    assert of_stream.num_tokens == 400
 
 
 SET = {"none": {"packing_share_max": 16}, "media": {}}

@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ from tests.family_models import FAMILIES, own_ids
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source
 from tests.images import photo
 from tests.ranks_in_threads import on_ranks
+from tests.videos import video
 
 LIMITS = SharingLimits(packing_length=2048, least_system_tokens=16)
 
@@ -290,14 +292,14 @@ def same(one, other):
     return type(one) is type(other) and one == other
 
 
-def assert_branches_equal_full_encodings(rows):
+def assert_branches_equal_full_encodings(rows, pixels="pixel_values"):
     compared = 0
     for index, key in enumerate(rows.sources[0].prefixes.key.tolist()):
         if not key:
             continue
         full, branch = rows.encode(Address(0, index)), rows.encode_branch(Address(0, index))
         assert branch is not None
-        assert {name for name in full if name not in branch} == {"pixel_values"}, "nothing else is missing"
+        assert {name for name in full if name not in branch} == {pixels}, "nothing else is missing"
         assert all(same(full[name], branch[name]) for name in branch)
         compared += 1
     assert compared
@@ -350,6 +352,27 @@ def test_branches_decode_no_image_and_survive_pickling(template, tmp_path, monke
         assert all(same(full[name], branch[name]) for name in full if name != "pixel_values")
     with pytest.raises(Exception, match="decoded"):
         again.encode(Address(0, 1))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_branches_of_videos_have_all_but_their_frames(family, tiny, tmp_path, monkeypatch):
+    """SHARE-45: in threads too, of which others decode meanwhile; the frame that a size comes from is decoded."""
+    decord = pytest.importorskip("decord", reason="has no wheel for this platform")
+    template = tiny(family).template
+    paths = [video(tmp_path / "a.mp4", 30, 160, 120), video(tmp_path / "b.mp4", 12, 98, 130)]
+    rows = [{**text_row(f"<video>what happens, {n}?"), "videos": [path]} for path in paths for n in range(3)]
+    (found,) = shared(template, [source(rows)], tmp_path / "cache")
+    assert found.prefixes.num_sharing == len(rows)
+    made = fused_rows(template, [found])
+    assert_branches_equal_full_encodings(made, "pixel_values_videos")
+    decoded, read, reader = [], decord.VideoReader.get_batch, decord.VideoReader
+    monkeypatch.setattr(decord.VideoReader, "get_batch", lambda self, at: decoded.append(self) or read(self, at))
+    encodes = [made.encode if number % 3 == 0 else made.encode_branch for number in range(len(rows))]
+    with ThreadPoolExecutor(len(rows)) as threads:
+        samples = list(threads.map(lambda number: encodes[number](Address(0, number)), range(len(rows))))
+    assert len(decoded) == len(paths)
+    assert ["pixel_values_videos" in sample for sample in samples] == [True, False, False] * 2
+    assert decord.VideoReader is reader
 
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
@@ -406,7 +429,7 @@ def test_files_of_prefixes_belong_to_the_cache(template, tmp_path):
 
 
 def test_videos_of_frames_are_shared_and_encoded_in_full(template, tmp_path):
-    """SHARE-44, SHARE-45: readers of videos are not replaced in threads, so such a branch is encoded in full."""
+    """SHARE-44, SHARE-45: the frames are images to their reader, so such a branch is encoded in full."""
     frames = [photo(tmp_path, f"f{n}", 112, 112, seed=n) for n in range(4)]
     rows = [{**text_row(f"<video>what, {n}?"), "videos": [frames]} for n in range(2)]
     rows.append({**text_row("<video>what?"), "videos": [frames[::-1]]})

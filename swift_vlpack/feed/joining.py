@@ -1,0 +1,162 @@
+"""Hold the encoded rows of a stream that wait for a pack, and join those that begin alike into units.
+
+    row 7 with an image  ->  waits
+    row 9 with the same  ->  joins row 7, if both fit into a pack: one unit, one item of the packer
+
+A row finds others by the key of its `Beginning`. Before it joins, its tokens, types, pixels and grids are compared with
+theirs, so a unit of a stream never comes apart later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import StateMismatch
+from swift_vlpack.feed.units import Unit, unit_of, why_apart, why_no_prefix
+from swift_vlpack.plan.items import Item, ItemId
+from swift_vlpack.rows.beginnings import Beginning
+from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
+from swift_vlpack.rows.shared import Alone
+
+NOTHING_SHARED = Beginning()
+Fits = Callable[[ItemId, int], bool]
+
+
+@dataclass(slots=True)
+class Held:
+    """What one item of the packer stands for: a sample, or a unit of several."""
+
+    unit: Unit
+    ids: list[ItemId]
+    """The ids of its samples, in the order in which they came. The first is that of the item."""
+    lengths: list[int]
+    """The tokens of each sample alone."""
+    beginning: Beginning = NOTHING_SHARED
+    why_alone: Alone = Alone.NOTHING_SHARED
+    """Why a sample is by itself although another one that waited with it has its medium."""
+    errors: list[SampleError] = field(default_factory=list)
+    """Samples that could be encoded before the run was interrupted, but not now."""
+
+    @property
+    def alone(self) -> list[tuple[SampleId, Alone]]:
+        """Return the sample and why it is by itself, if another one has its medium."""
+        if not self.why_alone or len(self.ids) > 1:
+            return []
+        return [(sample["sample_id"], self.why_alone) for sample in self.unit.samples]
+
+    def in_pack(self) -> list[Encoded]:
+        """Return the samples as a pack has them: the first with the pixels, the others as branches."""
+        return self.unit.in_pack(list(range(len(self.unit.samples))))
+
+
+class Waiting:
+    """The samples of a reader that wait for a pack, by the items of its packer."""
+
+    def __init__(self, config: PackingConfig) -> None:
+        self._most = config.packing_share_max
+        self._capacity = config.packing_length
+        self._held: dict[ItemId, Held] = {}
+        self._by_key: dict[bytes, list[ItemId]] = {}
+        self._by_medium: dict[bytes, set[ItemId]] = {}
+
+    def __getitem__(self, key: ItemId) -> Held:
+        return self._held[key]
+
+    @property
+    def units(self) -> list[Held]:
+        """Return what stands for several samples."""
+        return [held for held in self._held.values() if len(held.ids) > 1]
+
+    def add(self, key: ItemId, sample: Encoded, beginning: Beginning) -> None:
+        """Let a sample wait; others may join it."""
+        held = Held(Unit([sample]), [key], [int(sample["length"])], beginning)
+        self._say_why_alone(held)
+        self._hold(key, held)
+
+    def join(self, key: ItemId, sample: Encoded, beginning: Beginning, fits: Fits) -> tuple[ItemId, int] | None:
+        """Let a sample join others that begin alike: the first of these items with room for it.
+
+        `fits` tells whether an item can take that many more tokens. Returns the item and the tokens that the sample
+        adds to it. Returns None if the sample has to wait by itself.
+        """
+        length = int(sample["length"])
+        waiting = self._by_key.get(beginning.key, ()) if beginning.key and length < self._capacity else ()
+        num_shared = beginning.length() if waiting else 0
+        if not num_shared:
+            return None
+        for item in waiting:
+            held = self._held[item]
+            if len(held.ids) < self._most and fits(item, length - num_shared) and _joined(held, sample, num_shared):
+                held.ids.append(key)
+                held.lengths.append(length)
+                return item, length - num_shared
+        return None
+
+    def restore(self, items: Sequence[Item], samples: Iterable[tuple[Encoded | SampleError, Beginning]]) -> None:
+        """Hold samples that were encoded again; `items` has them alone, as they were saved.
+
+        Raises `StateMismatch` if they do not begin alike now.
+        """
+        held = Held(Unit([]), [item.id for item in items], [item.length for item in items])
+        for sample, beginning in samples:
+            if isinstance(sample, SampleError):
+                held.errors.append(sample)
+            elif not held.unit.samples:
+                held.unit, held.beginning = Unit([sample]), beginning
+            elif not _joined(held, sample, beginning.length()):
+                raise StateMismatch(
+                    f"{sample['sample_id']} shared its first tokens with {held.unit.samples[0]['sample_id']} when the "
+                    "state was saved, and does not now: data or template have changed. Give those of the saved run, or "
+                    "start without --resume_from_checkpoint"
+                )
+        self._hold(items[0].id, held)
+
+    def take(self, item: ItemId) -> Held:
+        """Return what an item stands for, and forget it."""
+        held = self._held.pop(item)
+        places: list[tuple[dict[bytes, Any], bytes]] = [(self._by_medium, one) for one in set(held.beginning.media)]
+        if held.beginning.key:
+            places.append((self._by_key, held.beginning.key))
+        for of_digest, digest in places:
+            of_digest[digest].remove(item)
+            if not of_digest[digest]:
+                del of_digest[digest]
+        return held
+
+    def _hold(self, item: ItemId, held: Held) -> None:
+        self._held[item] = held
+        if held.beginning.key:
+            self._by_key.setdefault(held.beginning.key, []).append(item)
+        for medium in held.beginning.media:
+            self._by_medium.setdefault(medium, set()).add(item)
+
+    def _say_why_alone(self, held: Held) -> None:
+        """Keep why a sample joins no other that has its medium, and why these do not join it."""
+        begins = held.beginning
+        if begins.cause is Alone.FAMILY_UNKNOWN:  # which medium is whose is not known
+            held.why_alone = begins.cause
+        for item in set().union(*(self._by_medium.get(medium, ()) for medium in begins.media)):
+            other = self._held[item]
+            # With equal keys they do not fit together: a pack or a unit would be too long, which is no fault of theirs.
+            if other.beginning.key == begins.key and begins.key:
+                continue
+            differ = Alone.OTHER_TOKENS if other.beginning.media == begins.media else Alone.OTHER_MEDIA
+            for one in (held, other):
+                one.why_alone = one.why_alone or one.beginning.cause or differ
+
+
+def _joined(held: Held, sample: Encoded, num_shared: int) -> bool:
+    """Let a sample become a branch of a unit, unless it does not begin like the unit. Returns whether it has."""
+    unit = held.unit
+    if not unit.prefix:  # the first branch: only now is the length of the prefix known
+        if not num_shared or why_no_prefix(unit.samples[0], num_shared) is not None:
+            return False
+        unit = unit_of(unit.samples[0], num_shared)
+    if why_apart(sample, unit) is not None:
+        return False
+    unit.add(sample)
+    held.unit = unit
+    return True

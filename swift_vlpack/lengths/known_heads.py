@@ -1,0 +1,173 @@
+"""Remember what the rows of a source begin with, so that a later start need not read them: 19 us a row.
+
+The head of a row (`rows/prefixes.py`) follows from its content, from the settings of its source, and from which of the
+files that it names are there. It does not follow from what is in these files. So the heads of a source are saved with
+a digest of its rows (`row_blocks.py`), and hold while the digest is the same and every file is where it was:
+
+- The state of every file is asked for at each start. A file with other bytes has another state, by which
+  `media_digests.py` reads it again; that changes no head.
+- If a file is gone, all rows are read again.
+- Rows of a form that is not known are read again at every start, because they may name a file that was missing.
+
+Each source has one file next to its lengths, `SOURCE-DIGEST.heads`. If it is lost, all rows are read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.comm import ALONE, Comm
+from swift_vlpack.files import write_whole
+from swift_vlpack.lengths.length_file import HEADS_MAGIC, Keys
+from swift_vlpack.lengths.row_blocks import RowBlocks
+from swift_vlpack.rows.media import real_file
+from swift_vlpack.rows.prefixes import FileState, path_of
+from swift_vlpack.rows.source import RowSource
+
+SUFFIX = ".heads"
+_MOST_BYTES_OF_ROW = 4096
+"""Rows with more bytes (images inside of them) are not remembered: to digest them takes as long as to read them."""
+_COLUMNS = ("indices", "digests", "causes", "has_digest", "num_names", "names_at")
+
+
+class Heads(NamedTuple):
+    """The heads of some rows of a source, in arrays."""
+
+    indices: NDArray[np.int64]
+    digests: Keys
+    causes: NDArray[np.uint8]
+    has_digest: NDArray[np.bool_]
+    num_names: NDArray[np.int64]
+    names_at: NDArray[np.int64]
+    """The media of all rows one after the other, as places in `names`."""
+    names: list[str]
+    files: dict[str, FileState]
+
+
+class KnownHeads:
+    """The heads of the rows of a source that an earlier start read."""
+
+    def __init__(self, source: RowSource, lengths_path: Path | None, comm: Comm = ALONE) -> None:
+        """Digest the rows of the source. All ranks must call it; nothing is remembered without `lengths_path`."""
+        self._source = source
+        self._comm = comm
+        self._path = None if lengths_path is None else lengths_path.with_suffix(SUFFIX)
+        blocks = None if self._path is None or _finds_files_elsewhere() else RowBlocks.of(source, _settings(source))
+        if blocks is not None and blocks.num_bytes > _MOST_BYTES_OF_ROW * len(source.rows):
+            blocks = None
+        self._blocks = blocks
+        self._mark = b"" if blocks is None else self._marked(blocks)
+
+    def _marked(self, blocks: RowBlocks) -> bytes:
+        """Return a digest of all rows in their order."""
+        rank, num_ranks = self._comm.rank, self._comm.num_ranks
+        of_ranks = self._comm.results_of_all(lambda: blocks.digests(range(rank, len(blocks), num_ranks)))
+        in_order = [of_ranks[block % num_ranks][block // num_ranks] for block in range(len(blocks))]
+        return hashlib.blake2b(blocks.layout() + b"".join(in_order), digest_size=16).digest()
+
+    def load(self) -> Heads | None:
+        """Return the saved heads with the present states of their files; None if they do not hold. For all ranks."""
+        if self._blocks is None:
+            return None
+        saved = self._comm.results_of_all(lambda: self._read() if self._comm.rank == 0 else None)[0]
+        if saved is None:
+            return None
+        paths = [path for name in saved.names if (path := path_of(name)) is not None]
+        mine = paths[self._comm.rank :: self._comm.num_ranks]
+        files: dict[str, FileState] = {}
+        for states in self._comm.results_of_all(lambda: _states(mine)):
+            if states is None:
+                return None
+            files |= states
+        return saved._replace(files=files)
+
+    def missing(self, heads: Heads | None) -> NDArray[np.int64]:
+        """Return the indices of the rows that must be read, given what `load` returned."""
+        is_missing = np.ones(len(self._source.rows), bool)
+        if heads is not None:
+            is_missing[heads.indices] = False
+        return np.flatnonzero(is_missing)
+
+    def save(self, some: Sequence[Heads]) -> None:
+        """Save the heads of all rows of the source, but those that are read at every start."""
+        if self._blocks is None or self._comm.rank or not some:
+            return
+        heads = _certain(_joined(some), self._blocks)
+        names = [name.encode("utf-8", "surrogatepass") for name in heads.names]
+        file = io.BytesIO()
+        file.write(HEADS_MAGIC)
+        np.savez(
+            file,
+            mark=np.frombuffer(self._mark, np.uint8),
+            names=np.frombuffer(b"".join(names), np.uint8),
+            name_sizes=np.array(list(map(len, names)), np.int64),
+            **{column: getattr(heads, column) for column in _COLUMNS},
+        )
+        assert self._path is not None
+        with suppress(OSError):  # the file of lengths, in the same folder, reports it
+            write_whole(self._path, file.getbuffer())
+
+    def _read(self) -> Heads | None:
+        """Read the saved heads; None if they are of other rows, missing or damaged."""
+        assert self._path is not None
+        try:
+            with self._path.open("rb") as file:
+                if file.read(len(HEADS_MAGIC)) != HEADS_MAGIC:
+                    return None
+                saved = np.load(file, allow_pickle=False)
+                if saved["mark"].tobytes() != self._mark:
+                    return None
+                ends, text = np.cumsum(saved["name_sizes"]).tolist(), saved["names"].tobytes()
+                spans = zip([0, *ends], ends, strict=False)
+                names = [text[start:end].decode("utf-8", "surrogatepass") for start, end in spans]
+                return Heads(**{column: saved[column] for column in _COLUMNS}, names=names, files={})
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+
+
+def _finds_files_elsewhere() -> bool:
+    """Tell whether a name may stand for one of two files; then another one counts if a file appears."""
+    return bool(os.environ.get("ROOT_IMAGE_DIR"))
+
+
+def _settings(source: RowSource) -> str:
+    """Return what decides the heads of rows, beside the rows and what `RowBlocks` knows of."""
+    return repr((source.max_pixels, os.getcwd(), os.path.expanduser("~")))
+
+
+def _states(paths: Sequence[str]) -> dict[str, FileState] | None:
+    """Return the present state of each file; None if one is not where it was."""
+    found = {}
+    for path in paths:
+        file = real_file(path)
+        if file is None or file.path != path:
+            return None
+        found[path] = FileState(file.state.st_size, file.state.st_mtime_ns, file.state.st_ctime_ns)
+    return found
+
+
+def _joined(some: Sequence[Heads]) -> Heads:
+    names: dict[str, int] = {}
+    names_at = []
+    for heads in some:
+        numbers = np.array([names.setdefault(name, len(names)) for name in heads.names], np.int64)
+        names_at.append(numbers[heads.names_at])
+    columns = {name: np.concatenate([getattr(heads, name) for heads in some]) for name in _COLUMNS[:-1]}
+    return Heads(**columns, names_at=np.concatenate(names_at), names=list(names), files={})
+
+
+def _certain(heads: Heads, blocks: RowBlocks) -> Heads:
+    """Leave out rows that are in no block, and rows of which no head is known."""
+    kept = (blocks.block[heads.indices] >= 0) & (heads.has_digest | (heads.causes > 0))
+    columns = {name: getattr(heads, name)[kept] for name in _COLUMNS[:-1]}
+    return heads._replace(**columns, names_at=heads.names_at[np.repeat(kept, heads.num_names)])

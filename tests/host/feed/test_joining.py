@@ -1,0 +1,171 @@
+"""Rows of a stream that begin alike become one unit while they wait for a pack, without a trainer."""
+
+import random
+
+import pytest
+import torch
+
+from swift_vlpack.errors import StateMismatch
+from swift_vlpack.feed.joining import Waiting
+from swift_vlpack.feed.units import SHARED
+from swift_vlpack.rows.beginnings import BeginningReader
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import PIXELS
+from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.shared import Alone
+from tests.data_rows import image_row, sentence, text_row
+from tests.host.feed.test_streamed import buffered, contents, everything, progress_after, records
+from tests.images import photo
+
+FAMILY = "qwen2_5_vl"
+SHARE = {"packing_share": "media", "packing_buffer": 8}
+
+
+def rows_about(folder, num_images, num_rows, *, seed=0, num_texts=6):
+    """Rows about small images and a few texts, shuffled."""
+    rng, rows = random.Random(seed), []
+    for number in range(num_images):
+        image = photo(folder, f"image{number}", 60 + 4 * number, 60, seed=number)
+        rows += [image_row([image], f"{sentence(rng, 3, 12)}?", sentence(rng, 2, 6)) for _ in range(num_rows)]
+    rows += [text_row(sentence(rng, 3, 9), sentence(rng, 2, 30)) for _ in range(num_texts)]
+    rng.shuffle(rows)
+    return rows
+
+
+def packed(template, rows, form="stream", **options):
+    """One epoch of packs, in this process."""
+    return list(buffered(template, rows, form, **{**SHARE, **options}))
+
+
+@pytest.mark.parametrize("strategy", ["binpack", "greedy", "exact", "best_fit"])
+@pytest.mark.parametrize("form", ["sized", "stream"])
+def test_every_state_has_the_same_future_in_units(template, form, strategy, tmp_path):
+    """SHARE-11 STREAM-9: from before the first pack to after the last; every row comes once."""
+    rows = rows_about(tmp_path, 10, 3)
+    rows[4:4] = [image_row(["/gone.jpg"]), text_row("long", "word " * 300)]
+    options = {**SHARE, "packing_strategy": strategy}
+    full = records(buffered(template, rows, form, **options))
+    assert set(everything(full).values()) == {1}
+    assert len(everything(full)) == len(rows)
+    assert any(state.get("units") for record in full for state in record.progress), "a unit waits over a pack's end"
+    for num_trained in range(len(full) + 1):
+        again = buffered(template, rows, form, **options)
+        again.restore(progress_after(full[:num_trained], 0))
+        went_on = records(again)
+        assert contents(went_on) == contents(full[num_trained:]), f"after {num_trained} packs"
+        assert [one.shared for one in went_on] == [one.shared for one in full[num_trained:]]
+        assert [one.alone for one in went_on] == [one.alone for one in full[num_trained:]]
+
+
+def test_units_bring_pixels_once_and_no_pack_is_too_long(template, tmp_path):
+    """SHARE-11: samples are those of the rows alone, but for pixels of branches; all rows of an image meet here."""
+    rows = rows_about(tmp_path, 4, 4, num_texts=0)
+    packs = packed(template, rows, packing_buffer=50)
+    encoder = RowEncoder.of(template, packs_config(template, rows))
+    branches = 0
+    for pack in packs:
+        assert pack.record.num_tokens <= 200
+        for sample in pack:
+            alone = encoder.sample(rows[sample["sample_id"].row], SampleId("data", 0))
+            assert list(sample["input_ids"]) == list(alone["input_ids"])
+            assert list(sample["labels"]) == list(alone["labels"])
+            assert torch.equal(sample["image_grid_thw"], alone["image_grid_thw"])
+            has_pixels = any(name in sample for name in PIXELS)
+            assert has_pixels != bool(sample.get(SHARED))
+            branches += not has_pixels
+    assert branches == 12
+    assert sum(pack.record.num_images for pack in packs) == 4
+
+
+def packs_config(template, rows):
+    return buffered(template, rows, "stream", **SHARE).config
+
+
+def test_units_keep_their_bounds(template, tmp_path):
+    """SHARE-11: rows of a unit, tokens of a pack, samples of a pack; a new unit takes what does not fit."""
+    rows = rows_about(tmp_path, 1, 9, num_texts=0)
+    shared = [pack.record.shared for pack in packed(template, rows, packing_share_max=3, packing_length=2000)]
+    assert [one.count(0) for one in shared] == [3]
+    assert [len(one) for one in shared] == [9]
+    by_cap = packed(template, rows, packing_max_samples=4, packing_length=2000)
+    assert sorted(len(pack) for pack in by_cap) == [1, 4, 4]
+    small = packed(template, rows, packing_length=100)
+    assert all(pack.record.num_tokens <= 100 for pack in small)
+    assert sum(len(pack) for pack in small) == 9
+    assert any(pack.record.shared for pack in small)
+
+
+def test_sample_cap_holds_after_a_resume(template, tmp_path):
+    """SHARE-11: the packer's state counts a unit as one item; its samples are counted again."""
+    rows = rows_about(tmp_path, 3, 6, num_texts=0)
+    options = {**SHARE, "packing_max_samples": 5, "packing_length": 2000, "packing_buffer": 2}
+    full = records(buffered(template, rows, "stream", **options))
+    assert all(len(record.sample_ids) <= 5 for record in full)
+    again = buffered(template, rows, "stream", **options)
+    again.restore(progress_after(full[:1], 0))
+    assert contents(records(again)) == contents(full[1:])
+
+
+def test_texts_share_their_system_turn(template, tmp_path):
+    """SHARE-11: of `packing_share_min` tokens; a shorter one is not shared, and another prompt is another key."""
+    long, other = sentence(random.Random(0), 70, 80), sentence(random.Random(1), 70, 80)
+    rows = [
+        {"messages": [{"role": "system", "content": prompt}, *text_row(f"question {n}", "yes")["messages"]]}
+        for n, prompt in enumerate([long, other, long, long, other, "be brief", "be brief"])
+    ]
+    (pack,) = packed(template, rows, packing_length=2000)
+    units = dict(zip([key.row for key in pack.record.sample_ids], pack.record.shared, strict=True))
+    assert [bool(units[row]) for row in range(7)] == [False, False, True, True, True, False, False]
+    assert units[2] == units[3] > 70
+    assert not any(packed(template, rows, packing_length=2000, packing_share_min=500)[0].record.shared)
+
+
+def test_rows_that_stay_alone_are_named_with_their_cause(template, tmp_path):
+    """SHARE-12: another question before the image, an image after an answer, other images beside it; not a lone row."""
+    one, two, three = (photo(tmp_path, str(n), 80, 60, seed=n) for n in range(3))
+    late = {
+        "messages": [*text_row("hello", "hi")["messages"], *image_row([two], "what is this", "a dog")["messages"]],
+        "images": [str(two)],
+    }
+    rows = [
+        image_row([one], "what colour", "red"),
+        {**image_row([one], "x", "blue"), "messages": text_row("what is here? <image>", "a cat")["messages"]},
+        late,
+        image_row([two, one], "which one", "the first"),
+        image_row([three], "what colour", "green"),
+    ]
+    (pack,) = packed(template, rows, packing_length=2000)
+    assert not any(pack.record.shared)
+    named = {key.row: cause for key, cause in pack.record.alone}
+    assert named == {0: Alone.OTHER_TOKENS, 1: Alone.OTHER_TOKENS, 2: Alone.AFTER_ANSWER, 3: Alone.OTHER_MEDIA}
+
+
+def test_rows_with_other_pixels_never_join(template, tmp_path):
+    """SHARE-11: equal keys are not trusted, as a digest reads some of the pixels only."""
+    rows = rows_about(tmp_path, 1, 2, num_texts=0)
+    encoder = RowEncoder.of(template, packs_config(template, rows))
+    reader = BeginningReader(encoder, 64)
+    first, second = (encoder.sample(row, SampleId("data", n)) for n, row in enumerate(rows))
+    begins = reader.of(rows[0], first)
+    assert begins[::2] == reader.of(rows[1], second)[::2], "the same key and media"
+    changed = {**second, "pixel_values": second["pixel_values"].clone()}
+    changed["pixel_values"][-1, -1] += 1
+    for sample, joins in ((changed, False), (second, True)):
+        waiting = Waiting(packs_config(template, rows))
+        waiting.add(0, dict(first), begins)
+        assert (waiting.join(1, sample, begins, lambda *_: True) is not None) == joins
+
+
+def test_state_whose_rows_no_longer_begin_alike_is_refused(template, tmp_path):
+    """SHARE-11"""
+    rows = rows_about(tmp_path, 6, 3, num_texts=0)
+    full = records(buffered(template, rows, "stream", **SHARE))
+    at, state = next((number, state) for number, one in enumerate(full) for state in one.progress if "units" in state)
+    first, second = (number for number, _ in state["units"][0][:2])
+    other = next(row for row in rows if row["images"] != rows[first]["images"])
+    changed = [*rows]
+    changed[second] = {**rows[second], "images": other["images"]}
+    again = buffered(template, changed, "stream", **SHARE)
+    again.restore(progress_after(full[: at + 1], 0))
+    with pytest.raises(StateMismatch, match=r"(shared its first tokens|tokens when the state was saved)"):
+        records(again)
