@@ -6,6 +6,7 @@ import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
@@ -16,8 +17,10 @@ from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.units import Unit, UnitsOfPack, has_pixels
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.media import media
+from swift_vlpack.rows.prefixes import has_media_after
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError
 from swift_vlpack.rows.sizes import RowSize
@@ -43,6 +46,10 @@ class PackReader(Dataset[PackedSamples]):
         """Return the number of packs of an epoch, over all ranks, which a trainer shows."""
         return self._num_packs
 
+    @cached_property
+    def _tokens(self) -> MediaTokens:
+        return MediaTokens.of(self.dataset.template)
+
     def __getstate__(self) -> dict[str, Any]:
         unsized = self.dataset.with_sources(
             [replace(source, sizes=None, prefixes=None) for source in self.dataset.sources]
@@ -53,12 +60,16 @@ class PackReader(Dataset[PackedSamples]):
         """Encode the samples of a pack. A sample that is longer than planned and no longer fits is left out."""
         left_out: list[LeftOut] = []
         shared = (*(address.shared or (0,) * len(address.samples)), 0)
-        units = UnitsOfPack()
+        units = UnitsOfPack(self._tokens)
         encoded = self.encoded(address, may_lack_pixels=True)
         for at, (where, size, sample) in enumerate(zip(address.samples, address.sizes, encoded, strict=True)):
             if not shared[at]:
                 units.close()
-            elif not isinstance(sample, SampleError) and not has_pixels(sample) and units.why_not(sample) is not None:
+            elif (
+                not isinstance(sample, SampleError)
+                and not has_pixels(sample)
+                and units.lacks_pixels(sample, shared[at])
+            ):
                 sample = self.dataset.sample_or_error(where)
             if isinstance(sample, SampleError):
                 # Count a row once: all of its parts fail with it.
@@ -116,11 +127,10 @@ class PackReader(Dataset[PackedSamples]):
             row: self._kept[address.epoch, row] for row in cut if (address.epoch, row) in self._kept
         }
         missing = [row for row in cut if row not in rows]
-        is_branch = [False] * len(whole)
+        num_shared = [0] * len(whole)
         if may_lack_pixels and address.shared:  # a row that is cut shares with no other
-            shared = zip(address.samples, address.shared, strict=True)
-            is_branch = [num_shared > 0 for where, num_shared in shared if where.span is None]
-        encoded = self._rows(address, missing, whole, is_branch)
+            num_shared = [num for where, num in zip(address.samples, address.shared, strict=True) if where.span is None]
+        encoded = self._rows(address, missing, whole, num_shared)
         rows.update(zip(missing, encoded, strict=False))  # `encoded` begins with the missing rows
         samples = iter(encoded[len(missing) :])
         self._kept = {}
@@ -132,13 +142,14 @@ class PackReader(Dataset[PackedSamples]):
         ]
 
     def _rows(
-        self, address: PackAddress, cut: list[Address], whole: list[Address], is_branch: list[bool]
+        self, address: PackAddress, cut: list[Address], whole: list[Address], num_shared: list[int]
     ) -> list[Encoded | SampleError]:
         """Encode rows; those that name media in as many threads as this worker may use.
 
         Images are decoded outside of Python's lock, and texts are encoded inside of it: threads would only pass it on.
         Threads draw random numbers in no order, so the rows of a template that draws are encoded one after the other.
-        A branch gets no pixels where that is possible, unless the template draws: then its image may be another one.
+        Rows share `num_shared` tokens with the row before them. A branch without media of its own gets no pixels where
+        that is possible, unless the template draws: then its image may be another one.
         """
         places, name = cut + whole, (self.seed, address.epoch, address.number)
         num_threads = min(len(places), threads_per_worker())
@@ -147,33 +158,35 @@ class PackReader(Dataset[PackedSamples]):
             rows = [self.dataset.row(where) for where in places]
             if sum(map(_names_media, rows)) > 1:
                 with RandomStream(*name) as stream:
-                    encoded = self._in_threads(places, rows, [False] * len(cut) + is_branch, num_threads)
+                    encoded = self._in_threads(places, rows, [0] * len(cut) + num_shared, num_threads)
                 self._draws_at_random = stream.has_drawn
                 if not self._draws_at_random:
                     return encoded
                 rows = [None] * len(places)
         # Encode again if random numbers were drawn: in threads, each went to whichever row came first.
-        lacks_pixels = is_branch if not self._draws_at_random else [False] * len(whole)
+        given = num_shared if not self._draws_at_random else [0] * len(whole)
         with RandomStream(*name) as stream:
             of_cut = [self._row_to_cut(*one, address.epoch) for one in zip(cut, rows, strict=False)]
-            encoded = of_cut + list(map(self._row, whole, rows[len(cut) :], lacks_pixels))
-        if any(lacks_pixels) and stream.has_drawn:
+            encoded = of_cut + list(map(self._row, whole, rows[len(cut) :], given))
+        if any(given) and stream.has_drawn:
             self._draws_at_random = True
-            return self._rows(address, cut, whole, is_branch)
+            return self._rows(address, cut, whole, num_shared)
         return encoded
 
     def _in_threads(
-        self, places: list[Address], rows: list[Row | None], lacks_pixels: list[bool], num_threads: int
+        self, places: list[Address], rows: list[Row | None], num_shared: list[int], num_threads: int
     ) -> list[Encoded | SampleError]:
         with ThreadPoolExecutor(num_threads) as threads:
-            given = list(zip(places, rows, lacks_pixels, strict=True))
+            given = list(zip(places, rows, num_shared, strict=True))
             begun = [threads.submit(self._row, *one) if _names_media(one[1]) else None for one in given]
             ended = [self._row(*one) if future is None else future for future, one in zip(begun, given, strict=True)]
             return [one.result() if isinstance(one, Future) else one for one in ended]
 
-    def _row(self, where: Address, row: Row | None, lacks_pixels: bool) -> Encoded | SampleError:
-        branch = self.dataset.encode_branch(where, row) if lacks_pixels else None
-        return self.dataset.sample_or_error(where, row) if branch is None else branch
+    def _row(self, where: Address, row: Row | None, num_shared: int) -> Encoded | SampleError:
+        branch = self.dataset.encode_branch(where, row) if num_shared else None
+        if branch is None or has_media_after(branch, num_shared, self._tokens):
+            return self.dataset.sample_or_error(where, row)
+        return branch
 
     def _row_to_cut(self, where: Address, row: Row | None, epoch: int) -> Encoded | SampleError:
         """Encode a row with random numbers of its own, so that all packs with parts of it get the same tokens."""

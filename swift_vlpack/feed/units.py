@@ -3,7 +3,8 @@
     [row 1, row 2, row 3] that begin with the same image  ->  Unit(prefix, pixels, [row 1, row 2, row 3 without pixels])
 
 A plan decides by keys which rows share a prefix (`rows/prefixes.py`). This module compares the encoded rows: tokens,
-pixels and grids. A row that differs is trained alone, for example if its template draws at random.
+pixels and grids. A row that differs is trained alone, for example if its template draws at random. A row may have
+further media after the prefix; it keeps the pixels of these (`divided`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,24 @@ from typing import Any
 import torch
 
 from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA
-from swift_vlpack.rows.families import PIXELS
-from swift_vlpack.rows.prefixes import are_equal, without_pixels
+from swift_vlpack.rows.families import PIXELS, MediaTokens
+from swift_vlpack.rows.prefixes import (
+    CannotBeDivided,
+    MediaInPrefix,
+    are_equal,
+    has_media_after,
+    media_in_prefix,
+    shared_media,
+    without_pixels,
+)
 from swift_vlpack.rows.samples import Encoded, SampleId
 
 logger = logging.getLogger(__name__)
 
 SHARED = "shared"
 """The field of a sample that says how many tokens it shares with the sample before it; absent if none."""
+IN_PREFIX = "media_in_prefix"
+"""The field of a sample with media after its prefix: a `MediaInPrefix`; absent if the prefix has all of its media."""
 _TYPES = ("token_type_ids", "mm_token_type_ids", "image_token_types")
 
 
@@ -31,63 +42,90 @@ class Unit:
     """Samples that share their first `prefix` tokens, with the pixels of these; or one sample that shares nothing."""
 
     samples: list[Encoded]
+    """The samples without the pixels of the prefix. `IN_PREFIX` says what samples with further media share."""
     prefix: int = 0
-    pixels: dict[str, Any] = field(default_factory=dict)
-    """The pixels of the prefix, which were taken out of the samples."""
+    media: dict[str, Any] = field(default_factory=dict)
+    """The grids and pixels of the prefix."""
     takes_more: set[int] = field(default_factory=set)
     """Indices of the samples that take more tokens than planned."""
 
-    def add(self, sample: Encoded) -> None:
-        """Add a sample that begins like the others (`why_apart`). Its pixels are those of the prefix."""
-        self.samples.append(without_pixels(sample))
+    def add(self, sample: Encoded, inside: MediaInPrefix | None = None) -> None:
+        """Add a sample that begins like the others (`why_apart`). `inside` is None if all of its media are shared."""
+        self.samples.append(divided(sample, inside))
 
     def in_pack(self, kept: list[int]) -> list[Encoded]:
         """Return some samples of the unit as a pack has them: the first with the pixels, the others as branches."""
         if self.prefix == 0 or not kept:
             return [self.samples[at] for at in kept]
         first, *others = (self.samples[at] for at in kept)
-        return [{**first, **self.pixels}, *({**other, SHARED: self.prefix} for other in others)]
+        pixels = {name: value for name, value in self.media.items() if name in PIXELS}
+        return [with_pixels(first, pixels), *({**other, SHARED: self.prefix} for other in others)]
 
 
-def unit_of(first: Encoded, prefix: int) -> Unit:
+def with_pixels(sample: Encoded, pixels: dict[str, Any]) -> Encoded:
+    """Return a sample of a unit with the pixels of its prefix before its own, as it was encoded."""
+    joined = {name: torch.cat([value, sample[name]]) if name in sample else value for name, value in pixels.items()}
+    return {name: value for name, value in (sample | joined).items() if name != IN_PREFIX}
+
+
+def divided(sample: Encoded, inside: MediaInPrefix | None) -> Encoded:
+    """Return a sample without the pixels of its prefix. Its grids stay whole, because positions are made of them."""
+    if inside is None:
+        return without_pixels(sample)
+    # Copies, because a view would keep all pixels of the row, and send them to other processes.
+    own = {name: sample[name][num:].clone() for name, num in inside.entries.items() if name in PIXELS}
+    own = {name: value for name, value in own.items() if len(value)}
+    return {**without_pixels(sample), **own, IN_PREFIX: inside}
+
+
+def unit_of(first: Encoded, prefix: int, inside: MediaInPrefix | None = None) -> Unit:
     """Begin a unit with a sample that has its pixels; without a prefix, no other sample joins it."""
     if not prefix:
         return Unit([first])
-    pixels = {name: first[name] for name in PIXELS if first.get(name) is not None}
-    return Unit([without_pixels(first)], prefix, pixels)
+    media = shared_media(first, inside)
+    if inside is not None:  # a copy, as in `divided`
+        media |= {name: value.clone() for name, value in media.items() if name in PIXELS}
+    return Unit([divided(first, inside)], prefix, media)
 
 
 class UnitsOfPack:
     """Collects the encoded samples of a pack, in order, into units."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: MediaTokens) -> None:
+        """Take the tokens by which media after a prefix are found."""
         self.units: list[Unit] = []
         self.open: Unit | None = None
         """The unit that the next sample may join."""
         self.apart: set[SampleId] = set()
         """The samples that were planned to share a prefix, but were encoded apart."""
+        self._tokens = tokens
 
     def close(self) -> None:
         """Let the next sample begin another unit."""
         self.open = None
 
-    def why_not(self, sample: Encoded) -> str | None:
-        """Say why a sample cannot join the open unit; None if it can."""
-        return "no other sample has its pixels" if self.open is None else why_apart(sample, self.open)
+    def lacks_pixels(self, sample: Encoded, prefix: int) -> bool:
+        """Tell whether a sample that was encoded without its pixels needs them: no other sample brings all of them."""
+        if self.open is None or has_media_after(sample, prefix, self._tokens):
+            return True
+        return why_apart(sample, self.open) is not None
 
     def add(self, sample: Encoded, prefix: int) -> Unit:
         """Put a sample into the open unit, or begin another unit with it, which stays open if it can have a prefix."""
-        if not prefix:
-            why = None
-        else:
-            why = why_no_prefix(sample, prefix) if self.open is None else why_apart(sample, self.open)
+        why, inside = None, None
+        try:
+            inside = media_in_prefix(sample, prefix, self._tokens) if prefix else None
+        except CannotBeDivided as error:
+            why = str(error)
+        if prefix and why is None:
+            why = why_no_prefix(sample, prefix) if self.open is None else why_apart(sample, self.open, inside)
         if why is not None:
             self.apart.add(sample["sample_id"])
             logger.warning("%s: shares no prefix after all, and is trained whole: %s", sample["sample_id"], why)
         elif self.open is not None:
-            self.open.add(sample)
+            self.open.add(sample, inside)
             return self.open
-        unit = unit_of(sample, 0 if why else prefix)
+        unit = unit_of(sample, 0 if why else prefix, inside)
         self.units.append(unit)
         self.open = self.open or (unit if unit.prefix else None)
         return unit
@@ -98,9 +136,10 @@ def has_pixels(sample: Encoded) -> bool:
     return any(sample.get(name) is not None for name in PIXELS)
 
 
-def why_apart(sample: Encoded, unit: Unit) -> str | None:
+def why_apart(sample: Encoded, unit: Unit, inside: MediaInPrefix | None = None) -> str | None:
     """Say why an encoded sample cannot be a branch of a unit; None if it can.
 
+    `inside` are its media in the prefix; None stands for all.
     The pixels are compared if the sample has any. Without them it was encoded from the header of the same image.
     """
     first, prefix = unit.samples[0], unit.prefix
@@ -112,10 +151,9 @@ def why_apart(sample: Encoded, unit: Unit) -> str | None:
         one, other = first.get(name), sample.get(name)
         if one is not None and other is not None and not are_equal(_start_of(one, prefix), _start_of(other, prefix)):
             return f"other {name}"
-    brings_pixels = has_pixels(sample)
+    brings_pixels, media = has_pixels(sample), shared_media(sample, inside)
     for name in sorted(OF_MEDIA):
-        one, other = unit.pixels.get(name) if name in PIXELS else first.get(name), sample.get(name)
-        if (brings_pixels or name not in PIXELS) and not are_equal(one, other):
+        if (brings_pixels or name not in PIXELS) and not are_equal(unit.media.get(name), media.get(name)):
             return f"other {name}"
     return None
 

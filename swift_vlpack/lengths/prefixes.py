@@ -1,12 +1,14 @@
 """Find the prefixes that rows share, before training and without pixels.
 
-The pass has four steps. In each step every rank works on its share of the rows, and all ranks get the same result:
+The pass has five steps. In each step every rank works on its share of the rows, and all ranks get the same result:
 
 1. Read the head of every row (`rows/prefixes.py`), unless an earlier start did (`known_heads.py`), and find out which
    media are the same (`media_digests.py`).
 2. Group the rows of all sources by head and media. A group of two or more rows has a prefix.
 3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
 4. Encode some rows of each source in full, to see that the prefix is the same in every row of a group.
+5. Group rows that share with no other row so far by their first media, most of them first, and do 3. and 4. for these
+   groups. Without rows of several media there is nothing to do.
 
 A row may share with no other row although another row has its medium. Such rows are counted by cause, and the log says
 for each cause what a user can do.
@@ -41,6 +43,7 @@ from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.prefixes import (
     FileState,
+    FirstMedia,
     Head,
     HeadReader,
     Prefix,
@@ -172,6 +175,18 @@ class _HeadWork:
         return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
 
 
+class _FirstMediaWork:
+    """Reads what rows with several media begin with."""
+
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+        self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
+
+    def __call__(self, task: _HeadTask) -> list[list[FirstMedia]]:
+        source, reader = self._sources[task.source], self._readers[task.source]
+        return [reader.first_media(row) for row in rows_at(source.rows, task.indices.tolist())]
+
+
 def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> Heads:
     names: dict[str, int] = {}
     places = [names.setdefault(name, len(names)) for head in heads for name in head.media]
@@ -230,24 +245,45 @@ class _Rows:
         self.names = list(names)
         self.media = [tuple([merged[one] for one in of_row]) if of_row else () for of_row in self.media]
 
+    @cached_property
+    def digests_of_names(self) -> list[bytes]:
+        """Return a digest of each name; only after `merge_equal_files`."""
+        return [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest() for name in self.names]
+
     def keys(self) -> Keys:
         """Return the key of each row: equal for rows that may share; zeros for a row that shares with no other row."""
         keys = np.zeros(len(self), KEY)
-        digests = [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest() for name in self.names]
+        digests = self.digests_of_names
         packed = self.digests.tobytes()
         made = bytearray(keys.nbytes)
         for row in np.flatnonzero(self.has_digest).tolist():
             content = packed[16 * row : 16 * row + 16] + b"".join([digests[one] for one in self.media[row]])
             made[16 * row : 16 * row + 16] = hashlib.blake2b(content, digest_size=16).digest()
-        return np.frombuffer(bytes(made), KEY)
+        return np.frombuffer(made, KEY)
+
+    def key_of(self, row: int, beginning: FirstMedia) -> bytes:
+        """Return the key of a row's beginning: that of a row which has no more media."""
+        names = [self.digests_of_names[self.media[row][at]] for at in beginning.names]
+        return hashlib.blake2b(beginning.digest + b"".join(names), digest_size=16).digest()
 
 
 # -- lengths of prefixes ----------------------------------------------------------------------------------------------
 
 
+class _Wanted(NamedTuple):
+    """A prefix that is asked for, by one of its rows."""
+
+    key: bytes
+    """The key under which its length is remembered."""
+    source: int
+    row_index: int
+    has_media: bool
+    beginning: FirstMedia | None = None
+    """The beginning of the row that is the prefix; None if the prefix has all media of the row."""
+
+
 class _GroupTask(NamedTuple):
-    places: list[tuple[int, int, bool]]
-    """The source and the index of one row of each group, and whether it has media."""
+    wanted: list[_Wanted]
 
 
 class _GroupWork:
@@ -262,21 +298,21 @@ class _GroupWork:
 
     def __call__(self, task: _GroupTask) -> list[Prefix]:
         self._fetch(task)
-        return [self._prefix(*place) for place in task.places]
+        return [self._prefix(one) for one in task.wanted]
 
     def _fetch(self, task: _GroupTask) -> None:
         """Fetch the images that rows name by URL, side by side."""
         for number, one in enumerate(self._given):
             if (urls := one.encoders.urls) is not None:
-                rows = (one.source.row(index) for source, index, _ in task.places if source == number)
+                rows = (one.source.row(asked.row_index) for asked in task.wanted if asked.source == number)
                 urls.forget()
                 urls.read((url for row in rows for url in image_urls(row)), whole=one.encoder is one.encoders.in_full)
 
-    def _prefix(self, source: int, index: int, has_media: bool) -> Prefix:
-        one = self._given[source]
-        row, sample_id = one.source.row(index), one.source.sample_id(index)
+    def _prefix(self, wanted: _Wanted) -> Prefix:
+        one = self._given[wanted.source]
+        row, sample_id = one.source.row(wanted.row_index), one.source.sample_id(wanted.row_index)
         try:
-            if not has_media:
+            if not wanted.has_media:
                 encode = one.encoders.in_full.sample
                 return prefix_of_system([encode(probe, sample_id, is_watched=True) for probe in rows_of_probes(row)])
             try:
@@ -285,7 +321,7 @@ class _GroupWork:
                 sample = one.encoders.in_full.sample(row, sample_id)
         except SampleError:
             return Prefix(0, Alone.CANNOT_BE_ENCODED)
-        prefix = prefix_of(sample, self._tokens[source])
+        prefix = prefix_of(sample, self._tokens[wanted.source], wanted.beginning)
         # A text model leaves the media of a row alone.
         return prefix if prefix.length or prefix.cause else Prefix(0, Alone.FAMILY_UNKNOWN)
 
@@ -297,9 +333,11 @@ class _PrefixFile:
         self._file = None if lengths_path is None else LengthFile(lengths_path.with_suffix(_SUFFIX))
         records: Records = np.zeros(0, KEYED_SIZE) if self._file is None else self._file.load()
         self._known = {
-            key.tobytes(): Prefix(length, Alone(cause))
-            for key, length, cause in zip(
-                records["key"], records["size"]["length"].tolist(), records["size"]["reason"].tolist(), strict=True
+            key.tobytes(): Prefix(length, Alone(cause), images, patches)
+            for key, length, cause, images, patches in zip(
+                records["key"],
+                *(records["size"][name].tolist() for name in ("length", "reason", "images", "patches")),
+                strict=True,
             )
             if cause in Alone._value2member_map_
         }
@@ -316,7 +354,54 @@ class _PrefixFile:
         records["key"] = np.frombuffer(b"".join(lasting), KEY)
         records["size"]["length"] = [one.length for one in lasting.values()]
         records["size"]["reason"] = [int(one.cause) for one in lasting.values()]
+        records["size"]["images"] = [one.images for one in lasting.values()]
+        records["size"]["patches"] = [one.patches for one in lasting.values()]
         self._file.append(records)
+
+
+# -- rows that share some of their media ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that begin with the same media."""
+
+    key: bytes
+    whole: list[int]
+    """Rows with no other media."""
+    partial: dict[int, FirstMedia]
+    """Rows with more media, and what each of them has in common with the others."""
+
+    @property
+    def members(self) -> list[int]:
+        return [*self.whole, *self.partial]
+
+    def is_known(self, length: NDArray[np.int32]) -> bool:
+        """Tell whether the rows without other media share a prefix already."""
+        return bool(self.whole) and bool(length[self.whole[0]])
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known of each row so far."""
+
+    key: Keys
+    length: NDArray[np.int32]
+    cause: NDArray[np.uint8]
+    own_media: NDArray[np.int32] | None = None  # (2, num_rows)
+
+    def share(self, group: _Group, prefix: Prefix, sizes: NDArray[np.int64]) -> None:
+        """Note the prefix of rows that share some of their media; `sizes` are those of all rows."""
+        members, partial = np.array(group.members, np.int64), np.array([*group.partial], np.int64)
+        if not prefix.length:
+            is_unknown = prefix.cause is Alone.FAMILY_UNKNOWN
+            self.cause[members] = Alone.MEDIA_NOT_DIVIDED if is_unknown else prefix.cause
+            return
+        if self.own_media is None:
+            self.own_media = np.zeros((2, len(self.key)), np.int32)
+        self.key[partial] = np.frombuffer(group.key, KEY)
+        self.length[members] = prefix.length
+        self.own_media[:, partial] = sizes[1:3, partial] - np.array([[prefix.images], [prefix.patches]])
 
 
 # -- the pass ---------------------------------------------------------------------------------------------------------
@@ -342,12 +427,13 @@ class _PrefixPass:
         """Do all steps. Returns the prefixes of each source."""
         rows = self._rows()
         keys = rows.keys()
-        length, cause = np.zeros(len(rows), np.int32), rows.causes.copy()
+        found = _Found(keys, np.zeros(len(rows), np.int32), rows.causes.copy())
+        length, cause = found.length, found.cause
         # The numbers of all rows in their order, so that the first row of a group is the same at every start.
         of_groups = _groups(keys, self._usable(rows))
         cause[self._too_long(rows) & rows.has_digest] = Alone.TOO_LONG
-        prefixes = self._prefixes(rows, keys, of_groups)
-        for members, prefix in zip(of_groups, prefixes, strict=True):
+        wanted = [self._wanted(rows, keys[members[0]].tobytes(), int(members[0])) for members in of_groups]
+        for members, prefix in zip(of_groups, self._prefixes(wanted), strict=True):
             length[members] = prefix.length
             cause[members] = prefix.cause
         failed = self._checked(rows, keys, of_groups, length)
@@ -356,7 +442,8 @@ class _PrefixPass:
             if why is not Alone.NOTHING_SHARED:
                 length[here] = 0
                 cause[here] = np.where(rows.has_digest[here], why, cause[here])
-        return self._shared(rows, keys, length, cause)
+        self._share_first_media(rows, found)
+        return self._shared(rows, found)
 
     # -- which rows are of one group
 
@@ -392,8 +479,11 @@ class _PrefixPass:
         return rows
 
     def _usable(self, rows: _Rows) -> NDArray[np.bool_]:
+        return rows.has_digest & self._fits()
+
+    def _fits(self) -> NDArray[np.bool_]:
         lengths = self._lengths()
-        return rows.has_digest & (lengths > 0) & (lengths < self._limits.packing_length)
+        return np.asarray((lengths > 0) & (lengths < self._limits.packing_length))
 
     def _too_long(self, rows: _Rows) -> NDArray[np.bool_]:
         return np.asarray(self._lengths() >= self._limits.packing_length)
@@ -404,15 +494,14 @@ class _PrefixPass:
 
     # -- how many tokens a group shares
 
-    def _prefixes(self, rows: _Rows, keys: Keys, of_groups: Sequence[NDArray[np.int64]]) -> list[Prefix]:
-        wanted = [(keys[members[0]].tobytes(), *self._place(rows, int(members[0]))) for members in of_groups]
+    def _prefixes(self, wanted: Sequence[_Wanted]) -> list[Prefix]:
         known = self._comm.results_of_all(lambda: [self._files[source].get(key) for key, source, *_ in wanted])[0]
         missing = [at for at, one in enumerate(known) if one is None]
         mine = missing[self._comm.rank :: self._comm.num_ranks]
 
         def of_this_rank() -> dict[int, Prefix]:
             tasks = deque(
-                _GroupTask([wanted[at][1:] for at in mine[start : start + _GROUPS_OF_TASK]])
+                _GroupTask([wanted[at] for at in mine[start : start + _GROUPS_OF_TASK]])
                 for start in range(0, len(mine), _GROUPS_OF_TASK)
             )
             found: dict[int, Prefix] = {}
@@ -421,14 +510,14 @@ class _PrefixPass:
                 for some in self._results(_GroupWork(self._given), tasks, len(mine), _NUM_GROUPS_WORTH_A_PROCESS):
                     fresh = {next(places): one for one in some}
                     found.update(fresh)
-                    self._save({wanted[at][0]: one for at, one in fresh.items()}, [wanted[at][1] for at in fresh])
+                    self._save({wanted[at].key: one for at, one in fresh.items()}, [wanted[at].source for at in fresh])
                     bar.update(len(some))
             return found
 
         for found in self._comm.results_of_all(of_this_rank):
             for at, one in found.items():
                 known[at] = one
-        return [self._limited(one, has_media=place[3]) for one, place in zip(known, wanted, strict=True)]
+        return [self._limited(one, has_media=asked.has_media) for one, asked in zip(known, wanted, strict=True)]
 
     def _limited(self, prefix: Prefix | None, *, has_media: bool) -> Prefix:
         assert prefix is not None
@@ -441,9 +530,12 @@ class _PrefixPass:
             of_source = zip(found.items(), sources, strict=True)
             self._files[number].save({key: one for (key, one), source in of_source if source == number})
 
-    def _place(self, rows: _Rows, row: int) -> tuple[int, int, bool]:
+    def _wanted(self, rows: _Rows, key: bytes, row: int, beginning: FirstMedia | None = None) -> _Wanted:
+        return _Wanted(key, *self._place(rows, row), bool(rows.media[row]), beginning)
+
+    def _place(self, rows: _Rows, row: int) -> tuple[int, int]:
         source = int(np.searchsorted(rows.first, row, side="right")) - 1
-        return source, row - int(rows.first[source]), bool(rows.media[row])
+        return source, row - int(rows.first[source])
 
     # -- whether rows that look equal are
 
@@ -493,14 +585,14 @@ class _PrefixPass:
             yield number, *of_source[at]
 
     def _check_key(self, rows: _Rows, keys: Keys, one: int, other: int) -> bytes:
-        names = [self._given[source].source.sample_id(index) for source, index, _ in
+        names = [self._given[source].source.sample_id(index) for source, index in
                  (self._place(rows, one), self._place(rows, other))]  # fmt: skip
         return hashlib.blake2b(keys[one].tobytes() + repr(names).encode(), digest_size=16).digest()
 
     def _compared(self, rows: _Rows, one: int, other: int, length: int) -> Alone:
         samples = []
         for row in (one, other):
-            source, index, _ = self._place(rows, row)
+            source, index = self._place(rows, row)
             given = self._given[source]
             # Each row draws from random numbers of its own, as rows of different packs do in training.
             with RandomStream("prefix", source, index) as stream:
@@ -512,24 +604,121 @@ class _PrefixPass:
                     return Alone.CANNOT_BE_ENCODED
             if stream.has_drawn:
                 return Alone.DRAWS
-        return Alone.NOTHING_SHARED if have_same_prefix(samples[0], samples[1], length) else Alone.DIFFERS
+        tokens = MediaTokens.of(self._given[self._place(rows, one)[0]].encoders.in_full.template)
+        is_same = have_same_prefix(samples[0], samples[1], length, tokens)
+        return Alone.NOTHING_SHARED if is_same else Alone.DIFFERS
+
+    # -- rows that share some of their media
+
+    def _share_first_media(self, rows: _Rows, found: _Found) -> None:
+        """Let rows that share with no other row so far share their first media."""
+        groups = self._groups_by_first_media(rows, found)
+        if not groups:
+            return
+        columns = [one.source.sizes.columns for one in self._given if one.source.sizes is not None]
+        sizes = np.concatenate(columns, axis=1)
+        missing = [at for at, group in enumerate(groups) if not group.is_known(found.length)]
+        wanted = [self._wanted_of(rows, groups[at]) for at in missing]
+        fresh = dict(zip(missing, self._prefixes(wanted), strict=True))
+        for at, group in enumerate(groups):
+            prefix = fresh.get(at)
+            if prefix is None or (group.whole and prefix.length):
+                first = group.whole[0]
+                length = int(found.length[first]) if prefix is None else prefix.length
+                prefix = Prefix(length, images=int(sizes[1, first]), patches=int(sizes[2, first]))
+            found.share(group, prefix, sizes)
+        # At most one of the rows without other media, because these are compared with each other already.
+        of_groups = [np.array(sorted([*group.whole[:1], *group.partial]), np.int64) for group in groups]
+        partial = np.array([row for group in groups for row in group.partial], np.int64)
+        failed = self._checked(rows, found.key, of_groups, found.length)
+        for number, why in enumerate(failed):
+            if why is not Alone.NOTHING_SHARED:
+                here = partial[(partial >= rows.first[number]) & (partial < rows.first[number + 1])]
+                found.length[here], found.cause[here] = 0, why
+
+    def _wanted_of(self, rows: _Rows, group: _Group) -> _Wanted:
+        if group.whole:
+            return self._wanted(rows, group.key, group.whole[0])
+        row, beginning = next(iter(group.partial.items()))
+        # Under a key of its own, because a prefix with all media of its rows is remembered without its images.
+        key = hashlib.blake2b(group.key + b"first media", digest_size=16).digest()
+        return self._wanted(rows, key, row, beginning)
+
+    def _groups_by_first_media(self, rows: _Rows, found: _Found) -> list[_Group]:
+        """Group rows with several media by those that they begin with, the rows with most media in common first."""
+        beginnings = self._beginnings(rows, found)
+        if not beginnings:
+            return []
+        by_depth: dict[int, dict[bytes, list[tuple[int, FirstMedia]]]] = {}
+        for row, of_row in beginnings.items():
+            for one in of_row:
+                by_depth.setdefault(one.num_media, {}).setdefault(rows.key_of(row, one), []).append((row, one))
+        # Rows that have these media and no others: they share with each other already, or wait.
+        keys = {key for of_depth in by_depth.values() for key in of_depth}
+        of_key: dict[bytes, list[int]] = {}
+        highs = np.frombuffer(b"".join(keys), KEY)["high"]
+        could = self._usable(rows) & ((found.length > 0) | (found.cause == Alone.NOTHING_SHARED))
+        for row in np.flatnonzero(could & np.isin(found.key["high"], highs)).tolist():
+            of_key.setdefault(found.key[row].tobytes(), []).append(row)
+        placed: set[int] = set()
+        groups = []
+        for depth in sorted(by_depth, reverse=True):
+            for key, some in by_depth[depth].items():
+                partial = {row: one for row, one in some if row not in placed}
+                whole = [row for row in of_key.get(key, ()) if row not in placed]
+                if partial and len(partial) + len(whole) > 1:
+                    groups.append(_Group(key, whole, partial))
+                    placed.update(partial)
+                    placed.update(whole)
+        return groups
+
+    def _beginnings(self, rows: _Rows, found: _Found) -> dict[int, list[FirstMedia]]:
+        """Read the beginnings of all rows that share with no other so far, and have one of several media in common."""
+        fits = self._fits() & (rows.has_digest | (rows.causes == Alone.AFTER_ANSWER))
+        waits = fits & (found.length == 0) & ~np.isin(found.cause, (Alone.DIFFERS, Alone.DRAWS))
+        several = [row for row in np.flatnonzero(waits).tolist() if len(rows.media[row]) > 1]
+        if not several:
+            return {}
+        in_rows = Counter(one for row in np.flatnonzero(fits).tolist() for one in set(rows.media[row]))
+        several = [row for row in several if any(in_rows[one] > 1 for one in rows.media[row])]
+        mine = np.array(several[self._comm.rank :: self._comm.num_ranks], np.int64)
+
+        def of_this_rank() -> dict[int, list[FirstMedia]]:
+            tasks = deque(
+                _HeadTask(number, some[start : start + _ROWS_OF_TASK])
+                for number in range(len(self._given))
+                for some in [mine[(mine >= rows.first[number]) & (mine < rows.first[number + 1])] - rows.first[number]]
+                for start in range(0, len(some), _ROWS_OF_TASK)
+            )
+            numbers = (int(at + rows.first[task.source]) for task in [*tasks] for at in task.indices)
+            work = _FirstMediaWork([one.source for one in self._given])
+            results = self._results(work, tasks, len(mine), _NUM_ROWS_WORTH_A_PROCESS)
+            return dict(zip(numbers, (one for some in results for one in some), strict=True))
+
+        of_ranks = self._comm.results_of_all(of_this_rank)
+        both = {row: of_row for of_rank in of_ranks for row, of_row in of_rank.items()}
+        return {row: both[row] for row in several}
 
     # -- the result
 
-    def _shared(
-        self, rows: _Rows, keys: Keys, length: NDArray[np.int32], cause: NDArray[np.uint8]
-    ) -> list[SharedPrefixes]:
-        lengths = self._lengths()
-        shares = self._usable(rows) & (length > 0) & (lengths > length)
-        key = np.where(shares, np.maximum(keys["high"], 1), NO_KEY).astype(np.uint64)
+    def _shared(self, rows: _Rows, found: _Found) -> list[SharedPrefixes]:
+        lengths, length = self._lengths(), found.length
+        shares = self._fits() & (length > 0) & (lengths > length)
+        key = np.where(shares, np.maximum(found.key["high"], 1), NO_KEY).astype(np.uint64)
         # A row whose partners are all unusable shares nothing.
         _, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
         shares &= numbers[where] > 1
         key[~shares] = NO_KEY
         length = np.where(shares, length, 0).astype(np.int32)
-        cause = self._causes(rows, cause, shares)
+        own_media = None if found.own_media is None else np.where(shares, found.own_media, 0).astype(np.int32)
+        cause = self._causes(rows, found.cause, shares)
         return [
-            SharedPrefixes(key[here], length[here], counted_causes(cause[here]))
+            SharedPrefixes(
+                key[here],
+                length[here],
+                counted_causes(cause[here]),
+                None if own_media is None or not own_media[:, here].any() else own_media[:, here],
+            )
             for here in (slice(*ends) for ends in zip(rows.first, rows.first[1:], strict=False))
         ]
 

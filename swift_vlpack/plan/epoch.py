@@ -35,7 +35,7 @@ from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
-from swift_vlpack.plan.units import NO_KEY, Prefixes, Units, sizes_in_units, stand_together
+from swift_vlpack.plan.units import NO_KEY, Limit, Prefixes, Together, Units, sizes_in_units, stand_together
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
@@ -85,6 +85,8 @@ class DrawnEpoch:
     """The un-packed batch of each position, which decides its optimizer step; None if steps are not kept."""
     shared: NDArray[np.int32] | None = None
     """The tokens that each sample shares with the one at the position before it; None if no sample shares any."""
+    own_media: NDArray[np.int32] | None = None
+    """(2, num_positions): images and patches that are not in the prefix of each sample; None if no sample has any."""
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -271,7 +273,7 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
 def _pack_units(recipe: Recipe, drawn: DrawnEpoch, shared: NDArray[np.int32], name_of: NameOfRow | None) -> PackedEpoch:
     """Pack samples that share prefixes: each unit is one item, with its prefix counted once."""
     units = Units.of(shared)
-    sizes = _sizes_of(units, drawn.sizes, shared)
+    sizes = _sizes_of(units, drawn, shared)
     # A sample that cannot be encoded is a unit of its own, of no length.
     is_readable = sizes[LENGTH] > 0
     numbers = np.flatnonzero(is_readable)
@@ -284,7 +286,7 @@ def _pack_units(recipe: Recipe, drawn: DrawnEpoch, shared: NDArray[np.int32], na
         label=None if name_of is None else lambda item: name_of(*drawn.sample(int(units.starts[numbers[item]]))),
     )
     readable = Units(units.starts[numbers], units.counts[numbers])
-    packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], shared)
+    packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], shared, drawn.own_media)
     if not len(packs):
         raise DataError(f"epoch {drawn.epoch} has no pack; all its rows were left out: {packs.num_dropped}")
     return PackedEpoch(**of_drawn(drawn), packs=packs)
@@ -357,18 +359,18 @@ def _steps_packed(drawn: DrawnEpoch, step: UnpackedStep, config: PackingConfig, 
     units = None if drawn.shared is None else Units.of(drawn.shared)
     sizes, batch = drawn.sizes, drawn.batch
     if units is not None and drawn.shared is not None:
-        sizes, batch = _sizes_of(units, drawn.sizes, drawn.shared), batch[units.starts]
+        sizes, batch = _sizes_of(units, drawn, drawn.shared), batch[units.starts]
     lengths, images, patches, _ = sizes
     columns = {"images": images, "patches": patches}
     packs = pack_steps(lengths, batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
     if units is None or drawn.shared is None:
         return packs
-    return packs.of_samples(units, drawn.sizes[: PATCHES + 1], drawn.shared)
+    return packs.of_samples(units, drawn.sizes[: PATCHES + 1], drawn.shared, drawn.own_media)
 
 
-def _sizes_of(units: Units, sizes: Sizes, shared: NDArray[np.int32]) -> Sizes:
+def _sizes_of(units: Units, drawn: DrawnEpoch, shared: NDArray[np.int32]) -> Sizes:
     """Add up the sizes of the samples of each unit, with what they share once."""
-    made: Sizes = np.add.reduceat(sizes_in_units(sizes, shared), units.starts, axis=1)
+    made: Sizes = np.add.reduceat(sizes_in_units(drawn.sizes, shared, drawn.own_media), units.starts, axis=1)
     return made
 
 
@@ -464,39 +466,57 @@ def prefixes_in(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: 
     schedule, sizes = drawn.schedule, drawn.sizes
     key = np.zeros(len(schedule), dtype=np.uint64)
     prefix = np.zeros(len(schedule), dtype=np.int32)
+    has_own = any(of_source is not None and of_source.own_media is not None for of_source in prefixes)
+    own_media = np.zeros((2, len(schedule)), dtype=np.int32) if has_own else None
     for number, of_source in enumerate(prefixes):
         if of_source is not None:
             here = schedule.source == number
             key[here], prefix[here] = of_source.key[schedule.row[here]], of_source.length[schedule.row[here]]
+            if own_media is not None and of_source.own_media is not None:
+                own_media[:, here] = of_source.own_media[:, schedule.row[here]]
     # A part of a row, and a sample that fills a pack, share with no other.
     is_alone = must_be_alone(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config) | (sizes[LENGTH] == 0)
     if drawn.spans is not None:
         is_alone |= drawn.spans.any(axis=0)
     key[is_alone] = NO_KEY
-    return Prefixes(key, prefix)
+    return Prefixes(key, prefix, own_media)
 
 
 def num_shared_anywhere(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> int:
     """Count the tokens that units save if they form anywhere in the epoch, whatever steps keep their samples."""
-    key, prefix = prefixes_in(drawn, prefixes, config)
-    capacity, most = config.packing_length, config.packing_share_max
-    return int(stand_together(key, prefix, drawn.lengths, capacity=capacity, most=most).shared.sum())
+    return int(_together(drawn, prefixes_in(drawn, prefixes, config), config).shared.sum())
+
+
+def _together(
+    drawn: DrawnEpoch, prefixes: Prefixes, config: PackingConfig, row: NDArray[Any] | None = None
+) -> Together:
+    """Order the samples of an epoch in units that fit a pack; `prefixes` are those of its samples."""
+    limits = []
+    if prefixes.own_media is not None:  # else a unit has the images and patches of its first row
+        for column, own, most in zip(
+            (IMAGES, PATCHES), prefixes.own_media, (config.packing_max_images, config.packing_max_patches), strict=True
+        ):
+            if most is not None:
+                limits.append(Limit(drawn.sizes[column], drawn.sizes[column] - own, most))
+    return stand_together(
+        prefixes.key,
+        prefixes.length,
+        drawn.lengths,
+        capacity=config.packing_length,
+        most=config.packing_share_max,
+        row=row,
+        limits=limits,
+    )
 
 
 def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
     """Bring samples together that share a prefix: anywhere in the epoch, or within a step whose samples are kept."""
     schedule, config, sizes = drawn.schedule, recipe.config, drawn.sizes
-    key, prefix = prefixes_in(drawn, recipe.prefixes, config)
+    prefixes = prefixes_in(drawn, recipe.prefixes, config)
     if drawn.batch is not None and recipe.step is not None:
-        key = _keys_in_steps(key, drawn.batch // recipe.step.num_batches)
-    together = stand_together(
-        key,
-        prefix,
-        sizes[LENGTH],
-        capacity=config.packing_length,
-        most=config.packing_share_max,
-        row=np.lexsort((schedule.row, schedule.source)).argsort(),
-    )
+        prefixes = prefixes._replace(key=_keys_in_steps(prefixes.key, drawn.batch // recipe.step.num_batches))
+    row = np.lexsort((schedule.row, schedule.source)).argsort()
+    together, own_media = _together(drawn, prefixes, config, row), prefixes.own_media
     order = together.order
     return replace(
         drawn,
@@ -505,6 +525,7 @@ def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
         spans=None if drawn.spans is None else drawn.spans[:, order],
         batch=None if drawn.batch is None else drawn.batch[order],
         shared=together.shared,
+        own_media=None if own_media is None else own_media[:, order],
     )
 
 

@@ -45,6 +45,8 @@ class Plan(Sequence[list[int]]):
 
     None if no item shares any (`units.py`).
     """
+    own_media: NDArray[np.int32] | None = None
+    """(2, num_items): images and patches of each item that it never shares; None if items share all that they have."""
     num_ranks: int = 1
     """Ranks take the packs in turn: rank `p % num_ranks` trains pack p."""
     batches: NDArray[np.int64] | None = None
@@ -103,11 +105,20 @@ class Plan(Sequence[list[int]]):
         return tuple(inside) if any(inside) else ()
 
     @property
+    def images_of_members(self) -> NDArray[np.int32] | None:
+        """Return, by member, the images that it does not share with the member before it in its pack."""
+        return self._unshared(self.images, 0)
+
+    @property
     def patches_of_members(self) -> NDArray[np.int32] | None:
         """Return, by member, the vision patches that it does not share with the member before it in its pack."""
-        if self.patches is None or self.shared is None:
-            return None if self.patches is None else self.patches[self.members]
-        made: NDArray[np.int32] = np.where(self.shared_of_members > 0, 0, self.patches[self.members])
+        return self._unshared(self.patches, 1)
+
+    def _unshared(self, media: NDArray[np.int32] | None, column: int) -> NDArray[np.int32] | None:
+        if media is None or self.shared is None:
+            return None if media is None else media[self.members]
+        own = 0 if self.own_media is None else self.own_media[column, self.members]
+        made: NDArray[np.int32] = np.where(self.shared_of_members > 0, own, media[self.members])
         return made
 
     @property
@@ -297,7 +308,13 @@ class Plan(Sequence[list[int]]):
         whole = self.cost.of_samples(self.lengths[self.members], self.patches_of_members)
         return whole - self.cost.of_samples(shared, None)
 
-    def of_samples(self, units: Units, columns: NDArray[Any], shared: NDArray[np.int32]) -> Plan:
+    def of_samples(
+        self,
+        units: Units,
+        columns: NDArray[Any],
+        shared: NDArray[np.int32],
+        own_media: NDArray[np.int32] | None = None,
+    ) -> Plan:
         """Return the same packs over the samples of units, where the items of this plan are the units.
 
         `columns` has length, images and patches of the samples.
@@ -313,6 +330,7 @@ class Plan(Sequence[list[int]]):
             offsets=counts[self.offsets],
             dropped={reason: units.samples(items) for reason, items in self.dropped.items()},
             shared=shared,
+            own_media=own_media,
         )
 
     def _sum_per_pack(self, values: NDArray[Any]) -> NDArray[Any]:

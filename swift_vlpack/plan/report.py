@@ -82,12 +82,15 @@ def sharing_report(packs: Plan) -> dict[str, int]:
         "num_tokens_alone": num_tokens + int(shared.sum()),
     }
     if packs.images is not None:
-        images = packs.images[packs.members]
-        report |= {"num_images": int(images[~is_branch].sum()), "num_images_alone": int(images.sum())}
+        report |= {"num_images": _sum(packs.images_of_members), "num_images_alone": _sum(packs.images[packs.members])}
     if packs.patches is not None:
-        patches = packs.patches[packs.members]
-        report |= {"num_patches": int(patches[~is_branch].sum()), "num_patches_alone": int(patches.sum())}
+        patches = packs.patches_of_members
+        report |= {"num_patches": _sum(patches), "num_patches_alone": _sum(packs.patches[packs.members])}
     return report
+
+
+def _sum(counts: NDArray[Any] | None) -> int:
+    return 0 if counts is None else int(counts.sum())
 
 
 def share_lines(share: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -41,6 +41,8 @@ class Profile:
     """Tokens of the prefix that the sample shares with others in the sequence."""
     unit: int | None = None
     """Number of that prefix; None if the sample shares none."""
+    has_own_media: bool = False
+    """True if the sample has media after that prefix."""
 
     @property
     def differs(self) -> bool:
@@ -213,7 +215,9 @@ def _of_differing(evidence: Evidence) -> str:
     """Name the cause if no sample moved when another sample changed, but samples differ packed and alone."""
     differing = [profile for profile in evidence.profiles if profile.differs]
     if differing and all(profile.differs_in_branch for profile in differing):
-        return _of_branches(evidence)
+        is_of_own_media = all(profile.has_own_media for profile in differing)
+        is_before_attention = evidence.layer == EMBEDDINGS or evidence.given is not None
+        return _of_media(evidence) if is_of_own_media and is_before_attention else _of_branches(evidence)
     with_media = [profile for profile in evidence.profiles if profile.has_media]
     is_all_media = len(with_media) == len(evidence.profiles)
     is_of_media = evidence.layer == EMBEDDINGS or evidence.given or not is_all_media

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from swift_vlpack.attention import attention
+from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.proof.branches import num_prefix_of, units_in
 from swift_vlpack.proof.causes import (
     ALONE,
@@ -252,7 +253,8 @@ def _profiles(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limi
         wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
         first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
         num_prefix, unit = unit_of.get(len(profiles), (0, None))
-        profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last, num_prefix, unit))
+        kinds, has_own = kinds_of_media(sample), unit is not None and IN_PREFIX in sample
+        profiles.append(Profile(len(logits), bool(kinds), first, last, num_prefix, unit, has_own))
     return profiles
 
 

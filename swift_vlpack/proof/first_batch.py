@@ -12,9 +12,16 @@ import torch
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.proof.branches import PREFIX, Prefix, as_trained, marked, without_extras
-from swift_vlpack.proof.perturb import kinds_of_media, replaced, with_other_media, with_other_prefix
+from swift_vlpack.proof.perturb import (
+    kinds_of_media,
+    replaced,
+    with_other_media,
+    with_other_own_media,
+    with_other_prefix,
+)
 from swift_vlpack.proof.proof_model import Slot, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
 TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE, FEWEST_TARGETS = 8, 256, 2
@@ -86,7 +93,7 @@ class FirstSequence:
     def whole_rows(self) -> list[Encoded]:
         """Return the samples encoded again, with marks of the prefixes that they share in the sequence."""
         assert not isinstance(self.samples, str)
-        return marked(self.samples, self.record.shared)
+        return marked(self.samples, self.record.shared, MediaTokens.of(self.template))
 
     @cached_property
     def watched(self) -> list[int]:
@@ -126,7 +133,7 @@ class FirstSequence:
     def with_other(self, which: Sequence[int]) -> dict[str, Any]:
         """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay.
 
-        A prefix stays, with its media, because other samples share it.
+        A prefix stays, with its media, because other samples share it. Media after a prefix are replaced.
         """
         inputs = self.for_watched()
         inputs["input_ids"] = inputs["input_ids"].clone()
@@ -134,7 +141,8 @@ class FirstSequence:
             row = {"input_ids": slot.of(inputs["input_ids"]).tolist(), PREFIX: Prefix(slot.num_prefix)}
             own = replaced(row, self.is_ordinary)["input_ids"][slot.num_prefix :]
             inputs["input_ids"][0, slot.tokens] = torch.tensor(own)
-        return inputs | self._other_media([at for at in which if not self.slots[at].num_prefix])
+        shares = [at for at in which if self.slots[at].num_prefix]
+        return inputs | self._other_media([at for at in which if at not in shares], shares)
 
     def with_other_prefixes(self, units: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return `for_watched()` with other tokens and media in the prefixes of these units."""
@@ -146,11 +154,15 @@ class FirstSequence:
                 inputs["input_ids"][0, slot.prefix] = torch.tensor(others[0]["input_ids"][: slot.num_prefix])
         return inputs | self._other_media([at for unit in units for at in unit])
 
-    def _other_media(self, which: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the inputs with media, with others in the samples `which`; nothing if these have none."""
-        if isinstance(self.samples, str) or not any(kinds_of_media(self.samples[at]) for at in which):
+    def _other_media(self, which: Sequence[int], shares: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+        """Return the inputs with media, with others in the samples `which`, and after the prefix in samples `shares`.
+
+        Returns nothing if these have no media.
+        """
+        if isinstance(self.samples, str) or not any(kinds_of_media(self.samples[at]) for at in (*which, *shares)):
             return {}
         changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.whole_rows)]
+        changed = [with_other_own_media(one) if at in shares else one for at, one in enumerate(changed)]
         names = {name for one in changed for name in kinds_of_media(one)} & set(self.inputs)
         made = packed_sequence(self.template, as_trained(changed), multiple=self.record.sequence_multiple)
         return {name: made[name].to(self.inputs[name]) for name in names if isinstance(self.inputs[name], torch.Tensor)}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.feed.waiting import is_of_collective
 from swift_vlpack.proof import gradients
-from swift_vlpack.proof.branches import units_in
+from swift_vlpack.proof.branches import own_media_of, units_in
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.each_alone import each_alone
 from swift_vlpack.proof.limits import (
@@ -28,7 +29,7 @@ from swift_vlpack.proof.limits import (
     rounds_coarsely,
     worst,
 )
-from swift_vlpack.proof.perturb import replaced, twins, with_other_media, with_other_prefix
+from swift_vlpack.proof.perturb import replaced, twins, with_other_media, with_other_own_media, with_other_prefix
 from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of, with_cut_head
 from swift_vlpack.proof.reference import (
     Reference,
@@ -78,12 +79,14 @@ class AgainstAlone(NamedTuple):
         `alone` may be a generator: it is read one sample at a time, because logits are large.
         """
         boundaries = boundaries_in(packed.slots)
-        gaps, targets, inputs = [], [], []
+        gaps, targets = [], []
+        inputs: list[Mapping[str, Any]] = []
         tokens = [wrong_boundaries(packed.inputs, boundaries) if boundaries else None]
         for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
-            inputs.append({} if ran is None or is_further_branch(packed.slots, at) else ran.inputs)
             if ran is None:
+                inputs.append({})
                 continue
+            inputs.append(own_media_of(sample, ran.inputs) if is_further_branch(packed.slots, at) else ran.inputs)
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
             targets.append(wrong_targets_of(sample, at, packed, ran))
             tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, packed, ran))
@@ -417,8 +420,16 @@ def _changed(
         one: min(_branch_moved(packed, again, one), gap_of(_branch(packed, one), _branch(packed, other)).most)
         for one, other in pairs
     }
-    sizes = _sizes(packed, again)
-    return own, own_media, moves, [size for at, size in enumerate(sizes) if at not in own_media]
+    by_media = [size for at, size in enumerate(_sizes(packed, again)) if at not in own_media]
+    # A sample with media after its prefix: with others there, it moves, and neither its siblings nor the prefix do.
+    of_own = [at for at, sample in enumerate(samples) if IN_PREFIX in sample]
+    for some in filter(None, (of_own[::2], of_own[1::2])):
+        again = proof_model.run(
+            [with_other_own_media(s) if at in some else s for at, s in enumerate(samples)], packed=True
+        )
+        own_media |= {at: min(own_media.get(at, torch.inf), _branch_moved(packed, again, at)) for at in some}
+        by_media += [size for at, size in enumerate(_sizes(packed, again)) if at not in some]
+    return own, own_media, moves, by_media
 
 
 def _with_other_prefixes(proof_model: ProofModel, samples: Sequence[Encoded], packed: RunResult) -> OtherPrefix:

@@ -14,12 +14,16 @@ import torch
 from PIL import Image
 
 from swift_vlpack.feed.collate import UNUSED_COLUMNS
+from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.proof.branches import PREFIX, Prefix, num_prefix_of, units_in
 from swift_vlpack.rows.samples import Encoded
 
 # Fields that are never media, whatever the type of their values.
 _NO_MEDIA = frozenset(
-    ("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids", UNUSED_COLUMNS)
+    (
+        *("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids"),
+        *(UNUSED_COLUMNS, IN_PREFIX),
+    )
 )
 _BRIGHTEST = 255
 
@@ -59,6 +63,15 @@ def _others(tokens: Sequence[int], is_ordinary: Callable[[int], bool]) -> list[i
 def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
     """Replace pixels and sounds by other values of the same shape; each `number` gives different values."""
     return {**sample, **{name: _other(value, number) for name, value in media_of(sample).items()}}
+
+
+def with_other_own_media(sample: Encoded, number: int = 1) -> Encoded:
+    """Replace the pixels that a sample has beside those of its prefix; if it has none, return it unchanged."""
+    if IN_PREFIX not in sample:
+        return sample
+    media = {name: (value, sample[IN_PREFIX].entries.get(name, 0)) for name, value in media_of(sample).items()}
+    changed = {name: torch.cat([value[:num], _other(value[num:], number)]) for name, (value, num) in media.items()}
+    return {**sample, **changed}
 
 
 def with_media_of(sample: Encoded, other: Encoded) -> Encoded:

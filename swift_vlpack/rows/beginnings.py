@@ -65,7 +65,7 @@ class BeginningReader:
         if not spans:
             return self._of_text(row)
         media = _digests(sample, spans)
-        length, cause = prefix_of(sample, self._tokens)
+        length, cause, *_ = prefix_of(sample, self._tokens)
         if not length:
             is_after = any(label != NO_LABEL for label in (sample.get("labels") or ())[1 : spans[-1].start])
             return Beginning(media=media, cause=Alone.AFTER_ANSWER if is_after else cause)

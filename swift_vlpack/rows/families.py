@@ -28,9 +28,9 @@ IMAGE, VIDEO = "image", "video"
 
 
 class Divides(Enum):
-    """Name the rule by which the rows of a pixel tensor belong to images. A row of data is cut only if it is known.
+    """Name the rule by which the rows of a pixel tensor belong to images. `contents.media_spans` applies it.
 
-    `contents.media_spans` applies the rule for cutting. Packing branches that share an image would need it as well.
+    A row of data is cut, or shares its first images, only if the rule is known.
     """
 
     BY_PATCHES = "a row is a patch: an image has as many as its grid says, and merged patches become its tokens"

@@ -8,20 +8,24 @@ share that beginning, whatever follows it:
 >>> heads.head(ask("how many?")) == heads.head(ask("which colour?"))
 True
 
-Rows without media can share their system turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`,
-`lengths/prefixes.py`). If a row shares with no other row although another row has its medium, it is counted with its
-cause (`Alone`), and each cause says what a user can do.
+Rows with several media may share only the first of them (`HeadReader.first_media`). Rows without media can share their
+system turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`, `lengths/prefixes.py`). If a row
+shares with no other row although another row has its medium, it is counted with its cause (`Alone`), and each cause
+says what a user can do.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from swift_vlpack.errors import DataError
 from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, media_spans
 from swift_vlpack.rows.families import PIXELS, MediaTokens
 from swift_vlpack.rows.media import is_name, real_file
@@ -62,6 +66,38 @@ class Head(NamedTuple):
     """Why the row cannot share, if that is known already."""
 
 
+class FirstMedia(NamedTuple):
+    """The beginning of a row through one of its media that is not the last one."""
+
+    digest: bytes
+    """As in `Head`: equal to that of a row which has no more media."""
+    names: tuple[int, ...]
+    """The names of its media, as indices of `Head.media` of the row."""
+    num_media: int
+    """Number of images, videos and sounds in the beginning."""
+    num_of_row: int
+    """Number of those in the row."""
+
+
+class _Turns(NamedTuple):
+    """A row as its head is made of it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """The messages without the system prompt."""
+    texts: list[str]
+    """The text of each message, with a tag in the place of each medium."""
+    num_before: int
+    """Number of messages before the first answer."""
+    listed: dict[str, list[Any]]
+    """The media by kind."""
+    kinds: list[str]
+    """The kinds of media that the row has."""
+    settings: tuple[Any, ...]
+    """Pixel limits, system prompt, tools and template arguments."""
+    objects: Any
+    """Names and boxes of objects."""
+
+
 class _Unusual(Exception):
     """Raised for a row of a form that this module does not know; such a row shares with no other row."""
 
@@ -89,7 +125,55 @@ class HeadReader:
         except (_Unusual, AttributeError, KeyError, TypeError):  # the template will say what is wrong with it
             return Head()
 
+    def first_media(self, row: Mapping[str, Any]) -> list[FirstMedia]:
+        """Return what a row with several media begins with: through its first medium, its second, and so on.
+
+        The last medium is left out, because `head` counts all media, and so are media after the first answer.
+        """
+        try:
+            return self._first_media(self._turns(row))
+        except (_Unusual, AttributeError, KeyError, TypeError):
+            return []
+
     def _head(self, row: Mapping[str, Any]) -> Head:
+        turns = self._turns(row)
+        if not turns.kinds:
+            return self._of_text(turns)
+        if (cause := self._why_alone(turns)) is not None:
+            return Head(media=self._media(turns.listed), cause=cause)
+        texts, kinds, num_before = turns.texts, turns.kinds, turns.num_before
+        if any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
+            return Head(media=self._media(turns.listed), cause=Alone.AFTER_ANSWER)
+        last, end = max(
+            (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
+            for at, text in enumerate(texts[:num_before])
+            for kind in kinds
+            if _TAGS[kind] in text
+        )
+        return Head(_through(turns, last, end), self._media(turns.listed))
+
+    def _first_media(self, turns: _Turns) -> list[FirstMedia]:
+        if not turns.kinds or self._why_alone(turns) is not None:
+            return []
+        num_names = {kind: [len(self._name(kind, one)) for one in values] for kind, values in turns.listed.items()}
+        num_media = sum(map(len, num_names.values()))
+        tags = sorted(
+            (at, found.end(), kind)
+            for at, text in enumerate(turns.texts[: turns.num_before])
+            for kind in turns.kinds
+            for found in re.finditer(_TAGS[kind], text)
+        )
+        made, counts = [], Counter[str]()
+        for number, (at, end, kind) in enumerate(tags[: num_media - 1], start=1):
+            counts[kind] += 1
+            names, place = list[int](), 0
+            for of_kind, nums in num_names.items():
+                names += range(place, place + sum(nums[: counts[of_kind]]))
+                place += sum(nums)
+            made.append(FirstMedia(_through(turns, at, end), tuple(names), number, num_media))
+        return made
+
+    def _turns(self, row: Mapping[str, Any]) -> _Turns:
         messages = row["messages"]
         system = self._system
         if messages[0]["role"] == "system":
@@ -97,50 +181,29 @@ class HeadReader:
         listed = {kind: _listed(row.get(column)) for column, kind in _KINDS.items()}
         texts = [_text_of(message, listed) for message in messages]
         num_before = next((at for at, one in enumerate(messages) if one["role"] in _ANSWERS), len(messages))
-        settings: tuple[Any, ...] = (
-            self._max_pixels,
-            system,
-            row.get("tools") or None,
-            _given(row.get("chat_template_kwargs")),
-        )
+        settings = (self._max_pixels, system, row.get("tools") or None, _given(row.get("chat_template_kwargs")))
         kinds = [kind for kind, values in listed.items() if values]
-        if not kinds:
-            return self._of_text(texts, num_before, messages, settings)
-        if isinstance(system, str) and any(_TAGS[kind] in system for kind in kinds):
-            return Head(media=self._media(listed), cause=Alone.TAGS)
-        for kind in kinds:
-            num_tags = sum(text.count(_TAGS[kind]) for text in texts)
-            missing = len(listed[kind]) - num_tags
-            if missing < 0:
-                return Head(media=self._media(listed), cause=Alone.TAGS)
-            texts[0] = _TAGS[kind] * missing + texts[0]  # as ms-swift does
-        if not num_before:  # a document, as for `swift pt`
-            return Head(media=self._media(listed), cause=Alone.NO_TOKEN_BETWEEN)
-        if any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
-            return Head(media=self._media(listed), cause=Alone.AFTER_ANSWER)
-        last, end = max(
-            (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
-            for at, text in enumerate(texts[:num_before])
-            for kind in kinds
-            if _TAGS[kind] in text
-        )
-        before = [(one["role"], text, one.get("loss")) for one, text in zip(messages[:last], texts, strict=False)]
-        text, message = texts[last], messages[last]
-        # If no text follows the medium, the next token may be a target. Then the prefix is shorter, so these rows get
-        # keys
-        # of their own.
-        of_last = (message["role"], text[:end], bool(text[end:].strip()), message.get("loss"))
-        objects = _given(row.get("objects"))
-        if objects and any(tag in one for tag in _OBJECT_TAGS for one in (*texts[:last], text[:end])):
-            settings += (repr(objects),)
-        return Head(_digest((settings, bool(objects), before, of_last)), self._media(listed))
+        return _Turns(messages, texts, num_before, listed, kinds, settings, _given(row.get("objects")))
 
-    def _of_text(self, texts: list[str], num_before: int, messages: Sequence[Any], settings: tuple[Any, ...]) -> Head:
+    def _why_alone(self, turns: _Turns) -> Alone | None:
+        """Say why a row with media shares nothing; None if it can. Missing tags are added before its first text."""
+        system, texts = turns.settings[1], turns.texts
+        if isinstance(system, str) and any(_TAGS[kind] in system for kind in turns.kinds):
+            return Alone.TAGS
+        for kind in turns.kinds:
+            missing = len(turns.listed[kind]) - sum(text.count(_TAGS[kind]) for text in texts)
+            if missing < 0:
+                return Alone.TAGS
+            texts[0] = _TAGS[kind] * missing + texts[0]  # as ms-swift does
+        return None if turns.num_before else Alone.NO_TOKEN_BETWEEN  # a document, as for `swift pt`
+
+    def _of_text(self, turns: _Turns) -> Head:
         """Return the head of a row without media: everything that decides its system turn."""
         # ms-swift reads `<img>path</img>` in a text as an image if the file exists.
-        if any("<img>" in text for text in texts) or not num_before or messages[0]["role"] != "user":
+        is_tagged = any("<img>" in text for text in turns.texts)
+        if is_tagged or not turns.num_before or turns.messages[0]["role"] != "user":
             return Head()
-        return Head(_digest(settings))
+        return Head(_digest(turns.settings))
 
     def _media(self, listed: Mapping[str, list[Any]]) -> tuple[str, ...]:
         return tuple(name for kind, values in listed.items() for one in values for name in self._name(kind, one))
@@ -212,6 +275,19 @@ def _text_of(message: Mapping[str, Any], listed: dict[str, list[Any]]) -> str:
     return "".join(pieces)
 
 
+def _through(turns: _Turns, last: int, end: int) -> bytes:
+    """Return a digest of all that decides the tokens through character `end` of message `last`, where a tag ends."""
+    messages, texts, objects, settings = turns.messages, turns.texts, turns.objects, turns.settings
+    before = [(one["role"], text, one.get("loss")) for one, text in zip(messages[:last], texts, strict=False)]
+    text, message = texts[last], messages[last]
+    # If no text follows the medium, the next token may be a target. Then the prefix is shorter, so these rows get keys
+    # of their own.
+    of_last = (message["role"], text[:end], bool(text[end:].strip()), message.get("loss"))
+    if objects and any(tag in one for tag in _OBJECT_TAGS for one in (*texts[:last], text[:end])):
+        settings += (repr(objects),)
+    return _digest((settings, bool(objects), before, of_last))
+
+
 def _digest(content: Any) -> bytes:
     return hashlib.blake2b(repr(content).encode(errors="surrogatepass"), digest_size=16).digest()
 
@@ -235,24 +311,34 @@ class Prefix(NamedTuple):
     length: int
     """Number of tokens; 0 if the row cannot share."""
     cause: Alone = Alone.NOTHING_SHARED
+    images: int = 0
+    """Images of the prefix, if the row has further media after it; else 0, because it has all images of the row."""
+    patches: int = 0
+    """Vision patches of the prefix, counted as `images` are."""
 
 
-def prefix_of(sample: Encoded, tokens: MediaTokens) -> Prefix:
-    """Count the tokens of a sample up to and including the closing token of its last medium.
+def prefix_of(sample: Encoded, tokens: MediaTokens, beginning: FirstMedia | None = None) -> Prefix:
+    """Count the tokens of a sample up to and including the closing token of its last medium, or that of a `beginning`.
 
     The prefix is shorter if a target follows soon: neither its tokens nor the token after it may be targets, and the
-    sample must have at least one token after it. The prefix always has all tokens that stand for media.
+    sample must have at least one token after it. The prefix always has all tokens that stand for its media.
     """
     spans = media_spans(sample, tokens)
     if spans is None:
         return Prefix(0, Alone.FAMILY_UNKNOWN)
     if not spans:
         return Prefix(0)
+    images = patches = 0
+    if beginning is not None:
+        if len(spans) != beginning.num_of_row:  # tokens of two images may touch, and frames of a video may be apart
+            return Prefix(0, Alone.FAMILY_UNKNOWN)
+        spans = spans[: beginning.num_media]
+        images, patches = sum(one.is_image for one in spans), sum(one.patches for one in spans)
     ids, labels = sample["input_ids"], sample.get("labels")
     stop = min(spans[-1].stop, len(ids) - 1, _first_target(labels, len(ids)) - 1)
     placeholders = set(tokens.placeholders.values())
     least = 1 + max((at for at in range(spans[-1].start, spans[-1].stop) if int(ids[at]) in placeholders), default=0)
-    return Prefix(stop) if stop >= least else Prefix(0, Alone.NO_TOKEN_BETWEEN)
+    return Prefix(stop, images=images, patches=patches) if stop >= least else Prefix(0, Alone.NO_TOKEN_BETWEEN)
 
 
 def _first_target(labels: Any, num_tokens: int) -> int:
@@ -294,11 +380,78 @@ def prefix_of_system(probes: Sequence[Encoded]) -> Prefix:
 # -- compare encoded rows ---------------------------------------------------------------------------------------------
 
 
-def have_same_prefix(one: Encoded, other: Encoded, length: int) -> bool:
-    """Tell whether two samples have the same first tokens, and the same pixels and grids."""
+class MediaInPrefix(NamedTuple):
+    """The media of a sample that are in its prefix, where further media follow it."""
+
+    images: int
+    """Number of images; videos and sounds are not counted."""
+    entries: Mapping[str, int]
+    """By field of the sample, how many of its entries (grids, pixels) belong to media of the prefix: the first ones."""
+
+
+def has_media_after(sample: Encoded, num_tokens: int, tokens: MediaTokens) -> bool:
+    """Tell whether a sample has an image or video after its first tokens. Takes 1 us for a short rest."""
+    return not {*tokens.placeholders.values()}.isdisjoint(map(int, sample["input_ids"][num_tokens:]))
+
+
+def media_in_prefix(sample: Encoded, num_tokens: int, tokens: MediaTokens) -> MediaInPrefix | None:
+    """Return which media are in the first tokens of a sample with pixels; None if all of its media are.
+
+    Raises:
+        CannotBeDivided: It is not known which pixels belong to which medium.
+    """
+    if not has_media_after(sample, num_tokens, tokens):
+        return None
+    spans = media_spans(sample, tokens)
+    if spans is None:
+        raise CannotBeDivided("it is not known which pixels belong to which image")
+    entries: dict[str, int] = {}
+    for tensors in dict.fromkeys(one.tensors for one in spans):
+        of_tensors = [one for one in spans if one.tensors == tensors]
+        inside = [one for one in of_tensors if one.start < num_tokens]
+        of_media = (len(inside), len(of_tensors))
+        of_pixels = (sum(one.units for one in inside), sum(one.units for one in of_tensors))
+        for name, (num, whole) in (
+            (tensors.grid, of_media),
+            (tensors.beside, of_media),
+            (tensors.pixels, of_pixels),
+        ):
+            value = None if name is None else sample.get(name)
+            if name is None or value is None:
+                continue
+            if len(value) != whole:
+                raise CannotBeDivided(f"{len(value)} rows of {name} for {whole} that its {tensors.kind}s have")
+            entries[name] = num
+    return MediaInPrefix(sum(one.is_image and one.start < num_tokens for one in spans), entries)
+
+
+class CannotBeDivided(DataError):
+    """The pixels of a sample cannot be divided into those of its prefix and those of its own."""
+
+
+def shared_media(sample: Encoded, inside: MediaInPrefix | None) -> dict[str, Any]:
+    """Return the grids and pixels of a sample that are those of its prefix: all of them if `inside` is None."""
+    media = {name: sample[name] for name in OF_MEDIA if sample.get(name) is not None}
+    if inside is None:
+        return media
+    return {name: value[: inside.entries[name]] for name, value in media.items() if inside.entries.get(name)}
+
+
+def have_same_prefix(one: Encoded, other: Encoded, length: int, tokens: MediaTokens | None = None) -> bool:
+    """Tell whether two samples have the same first tokens, and the same pixels and grids of these.
+
+    With `tokens`, the samples may have further media after their first `length` tokens.
+    """
     if [int(token) for token in one["input_ids"][:length]] != [int(token) for token in other["input_ids"][:length]]:
         return False
-    return all(are_equal(one.get(name), other.get(name)) for name in OF_MEDIA)
+    try:
+        of_each = [
+            shared_media(sample, None if tokens is None else media_in_prefix(sample, length, tokens))
+            for sample in (one, other)
+        ]
+    except CannotBeDivided:
+        return False
+    return are_equal(*of_each)
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -33,6 +33,7 @@ class Alone(IntEnum):
     TAGS = 8
     TOO_LONG = 9
     CANNOT_BE_ENCODED = 10
+    MEDIA_NOT_DIVIDED = 11
 
     @property
     def text(self) -> str:
@@ -54,7 +55,11 @@ _CAUSES = {
     Alone.AFTER_ANSWER: ("have a medium after an answer", "put all media of a conversation before its first answer"),
     Alone.OTHER_MEDIA: (
         "share some of their media only",
-        "rows share if they have all media in common, in the same order",
+        "give rows about one image the same media before all others, in the same order, with the same words between",
+    ),
+    Alone.MEDIA_NOT_DIVIDED: (
+        "share some of their media only, and the family does not say how its pixels divide",
+        "give rows about one image all media in common, in the same order, or set packing_share=none",
     ),
     Alone.FAMILY_UNKNOWN: (
         "are of a family whose tensors are not known to divide by image",
@@ -100,6 +105,8 @@ class SharedPrefixes:
     """Tokens of the prefix; 0 for a row that shares with no other row."""
     alone: tuple[AloneCount, ...] = ()
     """Rows that share with no other row although another row has the same medium, by cause."""
+    own_media: NDArray[np.int32] | None = None  # (2, num_rows)
+    """Images and patches of each row that are not in its prefix; None if no row that shares has any."""
 
     def __len__(self) -> int:
         return len(self.key)
@@ -111,8 +118,8 @@ class SharedPrefixes:
 
     @property
     def of_rows(self) -> Prefixes:
-        """Return the part that a plan needs: keys and lengths."""
-        return Prefixes(self.key, self.length)
+        """Return the part that a plan needs."""
+        return Prefixes(self.key, self.length, self.own_media)
 
     @property
     def num_sharing(self) -> int:

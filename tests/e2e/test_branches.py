@@ -9,6 +9,7 @@ import pytest
 from tests.data_rows import rows_about_images, write_jsonl
 from tests.e2e.ranks import Run, last_complete, step_of, trained
 from tests.host.runs import SMALL_VOCABULARY, argv
+from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
 NUM_IMAGES, ROWS_AN_IMAGE = 20, 6
@@ -22,6 +23,9 @@ ENVIRONMENT = {
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vqa")
     rows = [row for rows in rows_about_images(folder, NUM_IMAGES, ROWS_AN_IMAGE, seed=7) for row in rows]
+    for number, row in enumerate(rows[::3]):  # an image after the one that it shares
+        row["images"] = [*row["images"], photo(folder, f"own{number}", 84, 112, seed=100 + number)]
+        row["messages"][0]["content"] += " and <image>?"
     random.Random(7).shuffle(rows)
     return write_jsonl(folder / "train.jsonl", rows)
 

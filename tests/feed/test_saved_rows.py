@@ -60,6 +60,13 @@ def test_prefixes_go_through_a_file_and_are_those_of_the_saved_run():
     assert np.array_equal(again.prefixes.key, key)
     assert with_sizes([then], [facts])[0] is then
     assert saved(source()).prefixes is None
+    assert facts.prefixes.own_media is None
+    own_media = np.stack([key > 5, 10 * (key > 5)]).astype(np.int32)
+    then = source(prefixes=SharedPrefixes(key, length, own_media=own_media))
+    facts = saved(then)
+    assert np.array_equal(facts.prefixes.own_media, own_media)
+    (again,) = with_sizes([source(prefixes=SharedPrefixes(key, length))], [facts])
+    assert np.array_equal(again.prefixes.own_media, own_media)
 
 
 def test_nothing_changed_is_nothing():

@@ -33,6 +33,9 @@ OPTIONS = {
 }
 QUESTIONS = (1, 3, 5, 4)
 """Rows of each image."""
+NUM_WITH_OWN = 2
+"""Rows of one more image: these bring another image after it, and one row does not."""
+IN_UNITS = 3 + 5 + 3 + 1 + NUM_WITH_OWN
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +54,10 @@ def rows(tmp_path_factory):
         image = photo(folder, f"image{number}", 140 + 40 * number, 200, seed=number)
         found += [image_row([image], sentence(rng, 3, 9), sentence(rng, 2, 9)) for _ in range(num_questions)]
     found[-1]["messages"][0]["content"] = "What is here? <image>"
-    return found
+    shared, *others = (photo(folder, f"several{number}", 112, 84, seed=20 + number) for number in range(3))
+    assert len(others) == NUM_WITH_OWN
+    found += [image_row([shared, other], sentence(rng, 3, 9), sentence(rng, 2, 9)) for other in others]
+    return [image_row([shared], sentence(rng, 3, 9), sentence(rng, 2, 9)), *found]
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +106,17 @@ def test_plan_says_what_sharing_saves(planned, rows):
     """SHARE-80 SHARE-81: against the same plan without sharing, and counted by hand."""
     shared = planned()
     report = shared["share"]
-    assert (report["num_units"], report["num_in_units"], report["num_alone"]) == (3, 3 + 5 + 3, len(rows) - 11)
-    assert report["rows_per_prefix"] == {"num_prefixes": 3, "median": 3, "p95": 5, "max": 5}
-    assert (report["num_images"], report["num_images_alone"]) == (3 + 2, sum(QUESTIONS))
+    assert (report["num_units"], report["num_in_units"], report["num_alone"]) == (4, IN_UNITS, len(rows) - IN_UNITS)
+    assert report["rows_per_prefix"] == {"num_prefixes": 4, "median": 3, "p95": 5, "max": 5}
+    num_own = NUM_WITH_OWN
+    assert report["num_images"] == 3 + 2 + 1 + num_own
+    assert report["num_images_alone"] == sum(QUESTIONS) + 1 + 2 * num_own
     ((cause, alone),) = report["alone"].items()
     assert (alone["num_rows"], cause) == (1, "have other tokens before the medium")
-    assert f"vqa.jsonl:{len(rows)}" in alone["example"]
+    assert f"vqa.jsonl:{len(rows) - num_own}" in alone["example"]
     text = plan_text(shared)
-    assert f"11 rows in 3 units, {len(rows) - 11} rows alone: {report['num_tokens']} of " in text
-    assert "rows an image: median 3, p95 5, of 3 prefixes that rows share" in text
+    assert f"{IN_UNITS} rows in 4 units, {len(rows) - IN_UNITS} rows alone: {report['num_tokens']} of " in text
+    assert "rows an image: median 3, p95 5, of 4 prefixes that rows share" in text
     assert "put <image> first in the question" in text
     none = planned(VLPACK_PACKING_SHARE="none")
     assert "share" not in none
@@ -158,7 +166,7 @@ def test_run_counts_what_was_planned(planned, output, rows):
     padding = dict(next(one for one in sections(report) if one.title == "Padding saved").lines)
     assert padding["tokens"].endswith("un-packed, and packs have as many, before what samples share")
     assert f"<b>{shared['num_shared_tokens']:,}</b>tokens saved by sharing" in report_page(report)
-    assert said["shared"] == f"11 samples in 3 units, {len(rows) - 11} alone"
+    assert said["shared"] == f"{IN_UNITS} samples in 4 units, {len(rows) - IN_UNITS} alone"
 
 
 def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
@@ -172,7 +180,7 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
             step = next(number + 1 for number, pack in enumerate(packs) if "prefixes" in pack)  # one pack a step
             of_step = look(run, InspectRequest.of({"run": output.path, "step": step}))
             text = "".join(inspect_text(of_step, 110, is_colourful=False))
-    shown = Counter()
+    shown, num_with_own = Counter(), 0
     for pack in packs:
         row = pack["row"]
         ends = [*zip(row["cu_seqlens"], row["cu_seqlens"][1:], strict=False)]
@@ -187,7 +195,10 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
             for at in prefix["members"]:
                 branch = pack["members"][at]
                 assert branch["positions"]["token"][0] == prefix["num_tokens"]
-                assert (branch["pictures"], branch["num_vision"]) == ([], 0)
+                num_own = int(len(rows[int(branch["id"].partition(":")[2])]["images"]) > 1)
+                assert (len(branch["pictures"]), branch["num_vision"] > 0) == (num_own, num_own > 0)
+                assert sum(piece["text"].startswith("[image ") for piece in branch["pieces"]) == num_own
+                num_with_own += num_own
         for member in pack["members"]:
             shown[member["id"]] += 1
             goes_on = {start for (start, _), parent in zip(ends, row.get("parents", ()), strict=False) if parent != -1}
@@ -195,6 +206,7 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
             answer = rows[int(member["id"].partition(":")[2])]["messages"][1]["content"]
             assert answer in "".join(piece["text"] for piece in member["pieces"] if piece["kind"] == "supervised")
     assert (len(shown), set(shown.values())) == (len(rows), {1})
-    assert sum(len(pack.get("prefixes", [])) for pack in packs) == 3
+    assert sum(len(pack.get("prefixes", [])) for pack in packs) == 4
+    assert num_with_own == NUM_WITH_OWN
     assert " shared)" in text
     assert "prefix of" in text

@@ -11,7 +11,17 @@ from swift_vlpack.lengths.cache_folder import MEDIA_DIGESTS
 from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import MediaTokens, refuse_sharing, text_config_of
-from swift_vlpack.rows.prefixes import HeadReader, Prefix, path_of, prefix_of, prefix_of_system
+from swift_vlpack.rows.prefixes import (
+    CannotBeDivided,
+    FirstMedia,
+    HeadReader,
+    Prefix,
+    media_in_prefix,
+    path_of,
+    prefix_of,
+    prefix_of_system,
+    shared_media,
+)
 from swift_vlpack.rows.shared import Alone
 from tests.data_rows import image_row, text_row
 from tests.ranks_in_threads import on_ranks
@@ -83,6 +93,50 @@ def test_all_that_decides_the_tokens_through_the_medium_counts(kind):
     found = head(OTHER[kind])
     assert found.digest
     assert (found.digest, found.media) != (head(asked()).digest, head(asked()).media)
+
+
+def beginnings(row, **options):
+    """What a row begins with, as the head of a row that has no more media."""
+    reader = HeadReader(**options)
+    media = reader.head(row).media
+    return [(one.digest, tuple(media[at] for at in one.names)) for one in reader.first_media(row)]
+
+
+def as_head(row, **options):
+    return head(row, **options)[:2]
+
+
+def test_row_with_several_media_begins_as_rows_with_fewer():
+    """SHARE-13, SHARE-41: through each of its media but the last, which its head counts."""
+    three = asked("<image><image>which of <image>?", [URL, OTHER_URL, URL])
+    assert beginnings(three) == [as_head(asked()), as_head(asked("<image><image>which?", [URL, OTHER_URL]))]
+    assert beginnings(asked("which?", [URL, OTHER_URL])) == [as_head(asked())], "tags are added"
+    assert beginnings(asked()) == beginnings(text_row()) == beginnings(asked("<image><image>?")) == []
+    assert beginnings(asked("<image> and <image>?", [URL, OTHER_URL], tools=[{"name": "look"}])) == [
+        as_head(asked(tools=[{"name": "look"}]))
+    ]
+    assert beginnings(three, system="Be brief.") != beginnings(three)
+    other_order = asked("<image><image>which?", [OTHER_URL, URL])
+    assert not {*beginnings(other_order)} & {*beginnings(three)}
+
+
+def test_media_after_an_answer_are_no_beginning():
+    """SHARE-13: those before it are, also the last of them."""
+    later = {"messages": [*asked()["messages"], *asked()["messages"]], "images": [URL, OTHER_URL]}
+    assert head(later).cause is Alone.AFTER_ANSWER
+    assert beginnings(later) == [as_head(asked())]
+    hello = {"messages": [*text_row("hi")["messages"], *asked()["messages"]], "images": [URL]}
+    assert beginnings(hello) == []
+
+
+def test_beginnings_follow_the_order_of_the_text():
+    """SHARE-13: a video, then an image; and the other way round. The first of two images has no text after it."""
+    both = {**text_row("<video>what? <image>and?"), "videos": [OTHER_URL], "images": [URL]}
+    assert beginnings(both) == [as_head({**text_row("<video>who?"), "videos": [OTHER_URL]})]
+    frames = {**text_row("<image>what? <video>and?"), "videos": [[URL, URL]], "images": [OTHER_URL]}
+    assert beginnings(frames) == [as_head(asked(images=[OTHER_URL]))]
+    turns = {"messages": [{"role": "user", "content": "<image>"}, *asked()["messages"]], "images": [URL, OTHER_URL]}
+    assert beginnings(turns) == [as_head(asked("<image>", [URL]))] != [as_head(asked())]
 
 
 def test_settings_of_the_source_count():
@@ -251,6 +305,35 @@ def test_prefix_ends_before_the_token_before_the_first_target(ids, first_target,
     assert found == expected
     labels = encoded(ids, first_target)["labels"]
     assert set(labels[: found.length + bool(found.length)]) <= {NO_LABEL}
+
+
+def test_prefix_ends_with_the_last_medium_that_is_shared():
+    """SHARE-40, SHARE-13: with the images and patches up to there, and not further media."""
+    import torch
+
+    ids = [S, P, P, E, Q, S, P, E, S, P, P, P, E, Q, A]
+    sample = {
+        "input_ids": ids,
+        "labels": [NO_LABEL] * 14 + [A],
+        "image_grid_thw": torch.tensor([[1, 1, n] for n in (2, 1, 3)]),
+    }
+    first, two = (FirstMedia(b"", (0,), num, 3) for num in (1, 2))
+    assert prefix_of(sample, TOKENS, first) == Prefix(4, images=1, patches=2)
+    assert prefix_of(sample, TOKENS, two) == Prefix(8, images=2, patches=3)
+    assert prefix_of(sample, TOKENS) == Prefix(13)
+    of_four = first._replace(num_of_row=4)
+    assert prefix_of(sample, TOKENS, of_four) == Prefix(0, Alone.FAMILY_UNKNOWN), "two of them are one run of tokens"
+    sample["pixel_values"] = torch.arange(6.0)[:, None]
+    inside = media_in_prefix(sample, 8, TOKENS)
+    assert inside == (2, {"image_grid_thw": 2, "pixel_values": 3})
+    assert {name: value.tolist() for name, value in shared_media(sample, inside).items()} == {
+        "image_grid_thw": [[1, 1, 2], [1, 1, 1]],
+        "pixel_values": [[0.0], [1.0], [2.0]],
+    }
+    assert media_in_prefix(sample, 13, TOKENS) is None
+    sample["pixel_values"] = torch.zeros(7, 1)
+    with pytest.raises(CannotBeDivided, match="7 rows of pixel_values for 6"):
+        media_in_prefix(sample, 8, TOKENS)
 
 
 def test_family_that_is_not_known_to_divide_shares_nothing():

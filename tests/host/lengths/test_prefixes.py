@@ -22,7 +22,9 @@ from swift_vlpack.lengths import prefixes as pass_of_prefixes
 from swift_vlpack.lengths.cache_folder import remembered_in, shared_files
 from swift_vlpack.lengths.prefixes import SharingLimits, SourceToShare, sharing_rows, with_prefixes
 from swift_vlpack.lengths.rows_work import Encoders
+from swift_vlpack.rows.contents import media_spans
 from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.prefixes import have_same_prefix
 from swift_vlpack.rows.randomness import RandomStream
@@ -131,7 +133,7 @@ def test_rows_that_stay_alone_are_counted_by_cause_with_the_way_out(template, tm
         image_row([paths[2]]),
         later,
         image_row([paths[3], paths[4]]),
-        image_row([paths[3]]),
+        image_row([paths[4], paths[3]]),
         {**text_row("<image><image>who?"), "images": [paths[5]]},
         image_row([paths[5]]),
         image_row([paths[6]], "long " * 700),
@@ -153,6 +155,98 @@ def test_rows_that_stay_alone_are_counted_by_cause_with_the_way_out(template, tm
     assert "source rows: 2 rows of 12 share 1 prefix, median 2 rows each" in said
     assert all(one.cause.text in said and one.cause.way_out in said for one in found.prefixes.alone)
     assert "rows row 3" in said
+
+
+def several(text, *paths):
+    return image_row(list(paths), text)
+
+
+def rows_with_first_images_in_common(folder):
+    a, b, c, d, e = (photo(folder, f"p{n}", 84 + 28 * n, 112, seed=n) for n in range(5))
+    return [
+        several("one?", a, b, c),
+        several("two?", a, b, d),
+        several("three?", a, e),  # its partners share more
+        several("four?", c, a),
+        several("five?", c, b),
+        several("six?", d),
+        several("seven?", d, a, b),
+        several("eight?", e, e),
+        several("nine?", e),
+        several("ten?", e),
+    ]
+
+
+def groups_of(found):
+    """The numbers of the rows that share, by their key, over all sources."""
+    groups = {}
+    for number, key in enumerate(key for one in found for key in one.prefixes.key.tolist()):
+        groups.setdefault(key, []).append(number)
+    groups.pop(0, None)
+    return sorted(groups.values())
+
+
+def test_rows_share_their_first_media_most_of_them_first(template, tmp_path):
+    """SHARE-13: also with rows that share already, whose keys stay; images and patches of their own are counted."""
+    rows = rows_with_first_images_in_common(tmp_path)
+    (found,) = shared(template, [source(rows)], tmp_path / "cache")
+    assert groups_of([found]) == [[0, 1], [3, 4], [5, 6], [7, 8, 9]]
+    assert found.prefixes.own_media[0].tolist() == [1, 1, 0, 1, 1, 0, 2, 1, 0, 0]
+    (only_whole,) = shared(template, [source(rows[8:])], tmp_path / "whole")
+    assert only_whole.prefixes.own_media is None
+    assert only_whole.prefixes.key.tolist() == found.prefixes.key[8:].tolist()
+    samples = [RowEncoder(template).sample(found.row(n), found.sample_id(n)) for n in range(len(rows))]
+    tokens = MediaTokens.of(template)
+    for members in groups_of([found]):
+        length = int(found.prefixes.length[members[0]])
+        for row in members:
+            assert have_same_prefix(samples[members[0]], samples[row], length, tokens)
+            spans = media_spans(samples[row], tokens)
+            after = [one for one in spans if one.start >= length]
+            images, patches = found.prefixes.own_media[:, row].tolist()
+            assert (len(after), sum(one.patches for one in after)) == (images, patches)
+            assert spans[-1 - len(after)].stop == length
+    assert [(one.cause, one.num_rows, one.example) for one in found.prefixes.alone] == [(Alone.OTHER_MEDIA, 1, 2)]
+
+
+def test_sources_share_first_media_with_each_other_and_ranks_agree(template, tmp_path, encoded, monkeypatch):
+    """SHARE-13, SHARE-46, SHARE-48: the second start encodes nothing."""
+    monkeypatch.setattr(pass_of_prefixes, "RandomStream", OneAtATime)
+    rows = rows_with_first_images_in_common(tmp_path)
+    sources = [source(rows[:4], "one"), source(rows[4:], "two")]
+    found = shared(template, sources, tmp_path / "cache")
+    assert groups_of(found) == [[0, 1], [3, 4], [5, 6], [7, 8, 9]]
+    encoded.clear()
+    warm = shared(template, sources, tmp_path / "cache")
+    assert not encoded
+
+    def of_rank(rank):
+        by_header = RowEncoder(headers.pixel_free(template))
+        encoders = Encoders(by_header=by_header, in_full=RowEncoder(template))
+        return with_prefixes([SourceToShare(one, encoders) for one in warm], LIMITS, rank)
+
+    for made in (warm, *on_ranks(2, of_rank)):
+        for one, other in zip(made, found, strict=True):
+            assert one.prefixes.key.tolist() == other.prefixes.key.tolist()
+            assert one.prefixes.length.tolist() == other.prefixes.length.tolist()
+            assert one.prefixes.own_media.tolist() == other.prefixes.own_media.tolist()
+            assert one.prefixes.alone == other.prefixes.alone
+
+
+def test_first_media_that_differ_after_all_leave_the_others_alone(template, tmp_path):
+    """SHARE-13, SHARE-47: a template that encodes the first of two images in another way."""
+
+    def turned(self, inputs):
+        super(type(self), self)._preprocess_inputs(inputs)
+        if len(inputs.images) > 1:
+            inputs.images = [image.transpose(0) for image in inputs.images]
+
+    own = copy.copy(template)
+    own.__class__ = type("Own", (type(template),), {"_preprocess_inputs": turned})
+    rows = rows_with_first_images_in_common(tmp_path)
+    (found,) = shared(own, [source([rows[5], rows[6], *rows[8:]])], tmp_path / "cache")
+    assert groups_of([found]) == [[2, 3]]
+    assert {one.cause for one in found.prefixes.alone} == {Alone.DIFFERS, Alone.OTHER_MEDIA}
 
 
 def test_source_of_which_no_row_shares_says_so(template, tmp_path, caplog):
@@ -277,6 +371,18 @@ def test_family_that_is_not_known_to_divide_says_so(tmp_path, tmp_path_factory):
     (found,) = shared(template, [source(questions([photo(tmp_path, "a")]))], tmp_path / "cache")
     assert found.prefixes.num_sharing == 0
     assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.FAMILY_UNKNOWN, 3)]
+
+
+def test_rows_of_a_family_that_does_not_divide_stay_alone(tmp_path, tmp_path_factory, caplog):
+    """SHARE-13, SHARE-42: in words of their own, with the way out."""
+    template = load_template(tmp_path_factory.mktemp("model"), "llava1_5_hf")
+    rows = rows_with_first_images_in_common(tmp_path)[:2]
+    with caplog.at_level("INFO", pass_of_prefixes.logger.name):
+        (found,) = shared(template, [source(rows)], tmp_path / "cache")
+    assert found.prefixes.num_sharing == 0
+    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.MEDIA_NOT_DIVIDED, 2)]
+    assert "share some of their media only, and the family does not say how its pixels divide" in caplog.text
+    assert "give rows about one image all media in common, in the same order" in caplog.text
 
 
 # -- branches without pixels -------------------------------------------------------------------------------------------

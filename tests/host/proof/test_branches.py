@@ -7,6 +7,7 @@ import torch
 
 from swift_vlpack.attention.attention import NAME
 from swift_vlpack.errors import IsolationError
+from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.proof.branches import PREFIX, Prefix, as_planned, as_trained, marked, shared_of, units_in
 from swift_vlpack.proof.measure import measure_pack
 from swift_vlpack.proof.perturb import replaced, with_other_prefix, with_twins
@@ -48,6 +49,28 @@ def units(tmp_path):
     return make
 
 
+@pytest.fixture
+def units_with_own(tmp_path):
+    """Two images, each with three questions about it and another image; the last row of a unit has no other image."""
+
+    def make(template):
+        encoder, tokens = RowEncoder(template), MediaTokens.of(template)
+        made = []
+        for number in range(2):
+            paths = [photo(tmp_path, f"{number}{at}", 84, 112, seed=10 * number + at) for at in range(4)]
+            rows = [
+                {**text_row(f"<image><image>{ask}", f"it is {ask}"), "images": [paths[0], other]}
+                for ask, other in zip(QUESTIONS, paths[1:], strict=False)
+            ]
+            rows.append(image_row(paths[:1], QUESTIONS[3], "nothing is known"))
+            samples = [encoder.sample(row, SampleId(f"image{number}", at), strict=True) for at, row in enumerate(rows)]
+            prefix = media_spans(samples[0], tokens)[0].stop
+            made += as_planned(samples, (0, prefix, prefix, prefix), tokens)
+        return made
+
+    return make
+
+
 # -- it holds ---------------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +108,22 @@ def test_prefixes_and_branches_are_changed_and_seen_to_move(proof_model, units):
     assert min(of.own_media.values()) > 0.05
     assert min(of.own) > 0.05
     assert max([*of.moves, *of.moves_by_media, *of.of_prefix.moves]) == 0
+
+
+def test_proof_of_rows_that_share_their_first_images_holds(proof_model, units_with_own):
+    """SHARE-65: an image after the prefix moves its branch and no other, and is in the order of the tokens."""
+    right = proof_model(QWEN)
+    samples = units_with_own(right.batches.template)
+    assert [IN_PREFIX in one for one in samples] == [True, True, True, False] * 2
+    assert [len(one.get("pixel_values", ())) for one in as_trained(samples)] == [96, 48, 48, 0] * 2
+    proof = run_proof(right, samples, [samples[::-1]])
+    assert (proof.num_prefixes, proof.num_branches, proof.moved) == (6, 24, 0)
+    assert proof.alone < 1e-4
+    assert proof.gradient < 1e-4
+    of = measure_pack(right, with_twins(samples))
+    assert min(of.own_media.values()) > 0.05
+    assert [at for at in range(8) if at in of.own_media] == [*range(8)]
+    assert max(of.moves_by_media) == 0
 
 
 def test_replaced_branch_keeps_its_prefix(proof_model, units):
@@ -167,6 +206,23 @@ def test_sequences_with_prefixes_made_wrongly_are_stopped(name, proof_model, uni
     change, cause = OF_SEQUENCES[name]
     right = proof_model(QWEN)
     stopped(nullcontext(s.batches_changed(right, change)), units(right.batches.template), cause)
+
+
+OF_OWN_MEDIA = {
+    "images of siblings": (b.own_images_of_siblings, r"media are in the wrong order: sample 2 of the sequence gives"),
+    "image of the prefix": (
+        b.image_of_prefix_again,
+        r"only samples with media differ, before the first layer: images or videos in the wrong",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_OWN_MEDIA)
+def test_images_after_a_prefix_that_reach_another_branch_are_stopped(name, proof_model, units_with_own):
+    """SHARE-62, SHARE-65"""
+    change, cause = OF_OWN_MEDIA[name]
+    right = proof_model(QWEN)
+    stopped(nullcontext(s.batches_changed(right, change)), units_with_own(right.batches.template), cause)
 
 
 @pytest.mark.parametrize(("token", "place"), [(20, "directly after its prefix"), (7, "in the prefix that it shares")])
