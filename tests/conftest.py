@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import pytest
 
 from tests import skips
 from tests.environment import packing_options, restored_environment
+from tests.forks import keep_freed_memory, maps_in_this_process
 
 # One thread: two that share a busy machine with others wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,8 +26,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Lengths are remembered; tests must not remember those of other runs.
 os.environ.setdefault("MODELSCOPE_CACHE", tempfile.mkdtemp(prefix="vlpack-cache-"))
 
+keep_freed_memory()
 
 ORDER = ("e2e", "host", "cli")
+HOSTED = ("host", "cli", "pinned")
+"""Folders of tests that run ms-swift in this process."""
+
+
+def _folder(path: Path) -> str:
+    """The folder of `tests/` that a file is in."""
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,9 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, so that no process idles at the end while the other one still trains."""
-    root = Path(__file__).parent
     rank = {folder: number for number, folder in enumerate(ORDER)}
-    items.sort(key=lambda item: rank.get(item.path.relative_to(root).parts[0], len(ORDER)))
+    items.sort(key=lambda item: rank.get(_folder(item.path), len(ORDER)))
 
 
 def pytest_collection_finish() -> None:
@@ -63,6 +72,21 @@ def _environment_of_module() -> Iterator[None]:
     """And so does every file with what its fixtures set."""
     with restored_environment():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _maps(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rows are mapped in this process, but where a test asks for `forked_maps`."""
+    with maps_in_this_process() if _folder(request.path) in HOSTED else nullcontext():
+        yield
+
+
+@pytest.fixture
+def forked_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are mapped in other processes, as in every run of a user."""
+    from datasets import Dataset
+
+    monkeypatch.setattr(Dataset, "map", Dataset.map.__wrapped__)
 
 
 def _is_first(record: logging.LogRecord) -> bool:
@@ -159,11 +183,9 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return cache(lambda family: save_model(root / family, family, is_small=True))
 
 
-@pytest.fixture(scope="session")
-def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
-    """A tiny model with its template, by ms-swift's own loading, with our attention; fresh modes, shared weights."""
-
-    load = cache(lambda family: load_tiny(tiny_folder(family), family))
+def loader_of(folder_of: Callable[[str], Path]) -> Callable[[str], Tiny]:
+    """Load the models of these folders, each once: fresh modes, shared weights."""
+    load = cache(lambda family: load_tiny(folder_of(family), family))
 
     def fresh(family: str) -> Tiny:
         made = load(family)
@@ -173,6 +195,12 @@ def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
         return made
 
     return fresh
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
+    """A tiny model with its template, by ms-swift's own loading, with our attention."""
+    return loader_of(tiny_folder)
 
 
 @pytest.fixture(scope="session")

@@ -94,12 +94,16 @@ CASES = {
 }
 
 
+FORKED = {"all", "validation", "from the cache"}
+"""Cases that are mapped in other processes, as in a user's run."""
 LONG = {"split of several", "another seed", "validation shuffled", "validation and split", "processes"}
 
 
 @pytest.mark.parametrize("case", quick_only(CASES.keys() - LONG, CASES))
-def test_rows_are_those_of_plain_ms_swift(case, files):
+def test_rows_are_those_of_plain_ms_swift(case, files, request):
     """DATA-13 DATA-2"""
+    if case in FORKED:
+        request.getfixturevalue("forked_maps")
     datasets, options = CASES[case]
     options = {"dataset": datasets, **options}
     for key in ("dataset", "val_dataset"):
@@ -220,8 +224,10 @@ def repeating(dataset, **kwargs):
 
 @pytest.mark.parametrize("preprocess_func", [Rewritten(), Prepared(), filtering, turning, repeating])
 @pytest.mark.parametrize("marks", ["", "#9"])
-def test_ids_survive_a_preprocess_func(preprocess_func, marks, registered):
+def test_ids_survive_a_preprocess_func(preprocess_func, marks, registered, request):
     """DATA-2 DATA-14"""
+    if marks:
+        request.getfixturevalue("forked_maps")
     path = registered(preprocess_func)
     args = arguments(dataset=[path + marks], split_dataset_ratio=0.2)
     [source], val_dataset = with_plugin(args)

@@ -23,6 +23,7 @@ def config(**options):
     return PackingConfig(packing_length=1024, **options)
 
 
+@pytest.mark.usefixtures("forked_maps")
 def test_row_numbers_stay_right_when_the_loader_deletes_rows(tmp_path, caplog):
     """DATA-2: empty messages, and a content that is null, never become rows."""
     rows = [text_row(f"question {n}", f"answer {n}") for n in range(10)]
@@ -79,6 +80,7 @@ def test_sampled_and_split_rows_keep_their_numbers(tmp_path):
         assert source.rows[index]["messages"][1]["content"] == f"answer {number}"
 
 
+@pytest.mark.usefixtures("forked_maps")
 def test_ms_swift_is_left_as_it_was(tmp_path):
     """TRAIN-2: also after an error."""
     from swift.dataset import DATASET_MAPPING, DatasetMeta, RowPreprocessor
