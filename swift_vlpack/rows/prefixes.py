@@ -8,7 +8,7 @@ share that beginning, whatever follows it:
 >>> heads.head(ask("how many?")) == heads.head(ask("which colour?"))
 True
 
-Rows with several media may share only the first of them (`HeadReader.first_media`). Rows without media can share their
+Rows with several media may share only the first of them (`Head.first`). Rows without media can share their
 system turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`, `lengths/prefixes.py`). If a row
 shares with no other row although another row has its medium, it is counted with its cause (`Alone`), and each cause
 says what a user can do.
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,17 +56,6 @@ class FileState(NamedTuple):
     inode_changed_ns: int
 
 
-class Head(NamedTuple):
-    """The beginning of a row, through its last medium."""
-
-    digest: bytes = b""
-    """A digest of everything but the media that decides these tokens; empty if the row cannot share."""
-    media: tuple[str, ...] = ()
-    """The names of the media, in order; empty for a row without."""
-    cause: Alone = Alone.NOTHING_SHARED
-    """Why the row cannot share, if that is known already."""
-
-
 class FirstMedia(NamedTuple):
     """The beginning of a row through one of its media that is not the last one."""
 
@@ -77,6 +67,34 @@ class FirstMedia(NamedTuple):
     """Number of images, videos and sounds in the beginning."""
     num_of_row: int
     """Number of those in the row."""
+
+    def to_bytes(self) -> bytes:
+        """Return the value as bytes, which follow one another for a row (`first_media_of`)."""
+        counts = struct.pack("<3I", self.num_media, self.num_of_row, len(self.names))
+        return self.digest + counts + struct.pack(f"<{len(self.names)}I", *self.names)
+
+
+def first_media_of(content: bytes) -> Iterator[FirstMedia]:
+    """Read what `FirstMedia.to_bytes` wrote, one after the other."""
+    at = 0
+    while at < len(content):
+        digest, num_media, num_of_row, num_names = struct.unpack_from("<16s3I", content, at)
+        names = struct.unpack_from(f"<{num_names}I", content, at + 28)
+        yield FirstMedia(digest, names, num_media, num_of_row)
+        at += 28 + 4 * num_names
+
+
+class Head(NamedTuple):
+    """The beginning of a row, through its last medium."""
+
+    digest: bytes = b""
+    """A digest of everything but the media that decides these tokens; empty if the row cannot share."""
+    media: tuple[str, ...] = ()
+    """The names of the media, in order; empty for a row without."""
+    cause: Alone = Alone.NOTHING_SHARED
+    """Why the row cannot share, if that is known already."""
+    first: tuple[FirstMedia, ...] = ()
+    """The beginnings through each of its media but the last, and but media after its first answer."""
 
 
 class _Turns(NamedTuple):
@@ -125,16 +143,6 @@ class HeadReader:
         except (_Unusual, AttributeError, KeyError, TypeError):  # the template will say what is wrong with it
             return Head()
 
-    def first_media(self, row: Mapping[str, Any]) -> list[FirstMedia]:
-        """Return what a row with several media begins with: through its first medium, its second, and so on.
-
-        The last medium is left out, because `head` counts all media, and so are media after the first answer.
-        """
-        try:
-            return self._first_media(self._turns(row))
-        except (_Unusual, AttributeError, KeyError, TypeError):
-            return []
-
     def _head(self, row: Mapping[str, Any]) -> Head:
         turns = self._turns(row)
         if not turns.kinds:
@@ -143,18 +151,18 @@ class HeadReader:
             return Head(media=self._media(turns.listed), cause=cause)
         texts, kinds, num_before = turns.texts, turns.kinds, turns.num_before
         if any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
-            return Head(media=self._media(turns.listed), cause=Alone.AFTER_ANSWER)
+            return Head(media=self._media(turns.listed), cause=Alone.AFTER_ANSWER, first=self._first_media(turns))
         last, end = max(
             (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
             for at, text in enumerate(texts[:num_before])
             for kind in kinds
             if _TAGS[kind] in text
         )
-        return Head(_through(turns, last, end), self._media(turns.listed))
+        media = self._media(turns.listed)
+        first = self._first_media(turns) if len(media) > 1 else ()
+        return Head(_through(turns, last, end), media, first=first)
 
-    def _first_media(self, turns: _Turns) -> list[FirstMedia]:
-        if not turns.kinds or self._why_alone(turns) is not None:
-            return []
+    def _first_media(self, turns: _Turns) -> tuple[FirstMedia, ...]:
         num_names = {kind: [len(self._name(kind, one)) for one in values] for kind, values in turns.listed.items()}
         num_media = sum(map(len, num_names.values()))
         tags = sorted(
@@ -171,7 +179,7 @@ class HeadReader:
                 names += range(place, place + sum(nums[: counts[of_kind]]))
                 place += sum(nums)
             made.append(FirstMedia(_through(turns, at, end), tuple(names), number, num_media))
-        return made
+        return tuple(made)
 
     def _turns(self, row: Mapping[str, Any]) -> _Turns:
         messages = row["messages"]
@@ -183,7 +191,9 @@ class HeadReader:
         num_before = next((at for at, one in enumerate(messages) if one["role"] in _ANSWERS), len(messages))
         settings = (self._max_pixels, system, row.get("tools") or None, _given(row.get("chat_template_kwargs")))
         kinds = [kind for kind, values in listed.items() if values]
-        return _Turns(messages, texts, num_before, listed, kinds, settings, _given(row.get("objects")))
+        objects = _given(row.get("objects"))
+        # Not `_Turns(...)`, which takes twice as long, because every row of a run comes here.
+        return tuple.__new__(_Turns, (messages, texts, num_before, listed, kinds, settings, objects))
 
     def _why_alone(self, turns: _Turns) -> Alone | None:
         """Say why a row with media shares nothing; None if it can. Missing tags are added before its first text."""

@@ -16,6 +16,7 @@ from swift_vlpack.rows.prefixes import (
     FirstMedia,
     HeadReader,
     Prefix,
+    first_media_of,
     media_in_prefix,
     path_of,
     prefix_of,
@@ -97,9 +98,9 @@ def test_all_that_decides_the_tokens_through_the_medium_counts(kind):
 
 def beginnings(row, **options):
     """What a row begins with, as the head of a row that has no more media."""
-    reader = HeadReader(**options)
-    media = reader.head(row).media
-    return [(one.digest, tuple(media[at] for at in one.names)) for one in reader.first_media(row)]
+    found = head(row, **options)
+    assert tuple(first_media_of(b"".join(one.to_bytes() for one in found.first))) == found.first
+    return [(one.digest, tuple(found.media[at] for at in one.names)) for one in found.first]
 
 
 def as_head(row, **options):
