@@ -65,10 +65,14 @@ class BeginningReader:
 
         Empty if the row has no media, or has them in a form that is not known.
         """
-        digest, media, _ = self._heads.head(row.row)
+        head = self._heads.head(row.row)
         self._heads.take_files()  # drops them: the path says enough while a row waits for a pack
         limit = getattr(row.encoder.template, "max_pixels", None)
-        return _digest(repr((digest, media, limit)).encode(errors="surrogatepass")) if digest and media else b""
+        return (
+            _digest(repr((head.digest, head.media, limit)).encode(errors="surrogatepass"))
+            if head.digest and head.media
+            else b""
+        )
 
     def of(self, row: RowToEncode, sample: Encoded) -> Beginning:
         """Return how a row begins. `sample` is the row, encoded and whole."""
