@@ -3,28 +3,37 @@
     row 7 with an image  ->  waits
     row 9 with the same  ->  joins row 7, if both fit into a pack: one unit, one item of the packer
 
-A row finds others by the key of its `Beginning`. Before it joins, its tokens, types, pixels and grids are compared with
-theirs, so a unit of a stream never comes apart later.
+A row finds others by the keys of its `Beginning`, those with most media in common first. Before it joins, its tokens,
+types, pixels and grids are compared with theirs, so a unit of a stream never comes apart later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.units import Unit, unit_of, why_apart, why_no_prefix
-from swift_vlpack.plan.items import Item, ItemId
+from swift_vlpack.plan.items import Item, ItemId, Size
 from swift_vlpack.rows.beginnings import Beginning
-from swift_vlpack.rows.prefixes import are_equal, without_pixels
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.families import MediaTokens
+from swift_vlpack.rows.prefixes import (
+    CannotBeDivided,
+    Prefix,
+    are_equal,
+    has_media_after,
+    media_in_prefix,
+    without_pixels,
+)
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.to_encode import RowToEncode
 
 NOTHING_SHARED = Beginning()
 _NUM_COMPARED = 8
-Fits = Callable[[ItemId, int], bool]
+Fits = Callable[[ItemId, Size], bool]
 
 
 @dataclass(slots=True)
@@ -79,7 +88,9 @@ class BranchEncoder:
 class Waiting:
     """The samples of a reader that wait for a pack, by the items of its packer."""
 
-    def __init__(self, config: PackingConfig) -> None:
+    def __init__(self, config: PackingConfig, tokens: MediaTokens) -> None:
+        """Take the tokens by which media after a prefix are found."""
+        self._tokens = tokens
         self._most = config.packing_share_max
         self._capacity = config.packing_length
         self._held: dict[ItemId, Held] = {}
@@ -89,6 +100,11 @@ class Waiting:
 
     def __getitem__(self, key: ItemId) -> Held:
         return self._held[key]
+
+    @property
+    def held(self) -> Collection[Held]:
+        """Return what all items stand for."""
+        return self._held.values()
 
     @property
     def units(self) -> list[Held]:
@@ -101,38 +117,46 @@ class Waiting:
         self._say_why_alone(held)
         self._hold(key, held)
 
-    def join(self, key: ItemId, sample: Encoded, beginning: Beginning, fits: Fits) -> tuple[ItemId, int] | None:
+    def join(self, key: ItemId, sample: Encoded, beginning: Beginning, fits: Fits) -> tuple[ItemId, Size] | None:
         """Let a sample join others that begin alike: the first of these items with room for it.
 
-        `fits` tells whether an item can take that many more tokens. Returns the item and the tokens that the sample
-        adds to it. Returns None if the sample has to wait by itself.
+        `fits` tells whether an item can take so much more. Returns the item and what the sample adds to it. Returns
+        None if the sample has to wait by itself.
         """
-        waiting = self._by_key.get(beginning.key, ())
-        num_shared = beginning.length() if waiting else 0
-        return self._join_one_of(waiting, key, sample, num_shared, fits) if num_shared else None
+        for digest, counted in beginning.prefixes.items():
+            if (items := self._by_key.get(digest)) and (joined := self._joined(items, key, sample, counted(), fits)):
+                return joined
+        return None
 
     def join_undecoded(
         self, key: ItemId, head: bytes, encode: Callable[[], Encoded | None], fits: Fits
-    ) -> tuple[ItemId, int] | None:
+    ) -> tuple[ItemId, Size] | None:
         """Do the same for a row that is not encoded yet: `encode` is called if another row with its head waits."""
-        waiting = [item for item in self._by_head.get(head, ()) if len(self._held[item].ids) < self._most]
-        num_shared = self._held[waiting[0]].beginning.length() if waiting else 0
-        # A branch has at least one token of its own.
-        if not num_shared or not any(fits(item, 1) for item in waiting) or (sample := encode()) is None:
+        items = [item for item in self._by_head.get(head, ()) if len(self._held[item].ids) < self._most]
+        if not items:
             return None
-        return self._join_one_of(waiting, key, sample, num_shared, fits)
+        prefix = next(iter(self._held[items[0]].beginning.prefixes.values()))()
+        items = [item for item in items if self._held[item].unit.prefix in (0, prefix.length)]
+        # A branch has at least one token of its own.
+        if not any(fits(item, Size(1)) for item in items) or (sample := encode()) is None:
+            return None
+        if has_media_after(sample, prefix.length, self._tokens):  # its own media have to be decoded
+            return None
+        return self._joined(items, key, sample, prefix, fits)
 
-    def _join_one_of(
-        self, items: Sequence[ItemId], key: ItemId, sample: Encoded, num_shared: int, fits: Fits
-    ) -> tuple[ItemId, int] | None:
+    def _joined(
+        self, items: Sequence[ItemId], key: ItemId, sample: Encoded, prefix: Prefix, fits: Fits
+    ) -> tuple[ItemId, Size] | None:
         length = int(sample["length"])
-        num_own = length - num_shared
-        for item in items if length < self._capacity else ():
+        if not prefix.length or length >= self._capacity:
+            return None
+        own = own_size(sample, prefix, self._tokens)
+        for item in items:
             held = self._held[item]
-            if len(held.ids) < self._most and fits(item, num_own) and _joined(held, sample, num_shared):
+            if len(held.ids) < self._most and fits(item, own) and _branches(held, sample, prefix, self._tokens):
                 held.ids.append(key)
                 held.lengths.append(length)
-                return item, num_own
+                return item, own
         return None
 
     def restore(self, items: Sequence[Item], samples: Iterable[tuple[Encoded | SampleError, Beginning]]) -> None:
@@ -146,7 +170,11 @@ class Waiting:
                 held.errors.append(sample)
             elif not held.unit.samples:
                 held.unit, held.beginning = Unit([sample]), beginning
-            elif not _joined(held, sample, beginning.length()):
+            elif not any(
+                _branches(held, sample, counted(), self._tokens)
+                for digest, counted in beginning.prefixes.items()
+                if digest in held.beginning.prefixes
+            ):
                 raise StateMismatch(
                     f"{sample['sample_id']} shared its first tokens with {held.unit.samples[0]['sample_id']} when the "
                     "state was saved, and does not now: data or template have changed. Give those of the saved run, or "
@@ -169,9 +197,9 @@ class Waiting:
             places.setdefault(digest, []).append(item)
 
     def _places(self, begins: Beginning) -> list[tuple[dict[bytes, list[ItemId]], bytes]]:
-        """Return where an item that begins so is found: by its key, its head, and each of its media."""
+        """Return where an item that begins so is found: by its keys, its head, and each of its media."""
         places = [(self._by_medium, medium) for medium in set(begins.media)]
-        places += [(self._by_key, begins.key)] if begins.key else []
+        places += [(self._by_key, digest) for digest in begins.prefixes]
         return places + ([(self._by_head, begins.head)] if begins.head else [])
 
     def _say_why_alone(self, held: Held) -> None:
@@ -181,23 +209,40 @@ class Waiting:
             held.why_alone = begins.cause
         for item in set().union(*(self._by_medium.get(medium, ()) for medium in begins.media)):
             other = self._held[item]
-            # With equal keys they do not fit together: a pack or a unit would be too long, which is no fault of theirs.
-            if other.beginning.key == begins.key and begins.key:
+            # With a key in common they do not fit together: a pack or a unit would be too long. That is no fault of
+            # theirs.
+            if begins.prefixes.keys() & other.beginning.prefixes.keys():
                 continue
             differ = Alone.OTHER_TOKENS if other.beginning.media == begins.media else Alone.OTHER_MEDIA
             for one in (held, other):
                 one.why_alone = one.why_alone or one.beginning.cause or differ
 
 
-def _joined(held: Held, sample: Encoded, num_shared: int) -> bool:
+def own_size(sample: Encoded, prefix: Prefix, tokens: MediaTokens) -> Size:
+    """Return what a sample adds to a unit with this prefix."""
+    size = size_of(sample)
+    num_own = size.length - prefix.length
+    if not has_media_after(sample, prefix.length, tokens):
+        return Size(num_own)
+    return Size(num_own, size.images - prefix.images, size.patches - prefix.patches)
+
+
+def _branches(held: Held, sample: Encoded, prefix: Prefix, tokens: MediaTokens) -> bool:
     """Let a sample become a branch of a unit, unless it does not begin like the unit. Returns whether it has."""
     unit = held.unit
-    if not unit.prefix:  # the first branch: only now is the length of the prefix known
-        if not num_shared or why_no_prefix(unit.samples[0], num_shared) is not None:
-            return False
-        unit = unit_of(unit.samples[0], num_shared)
-    if why_apart(sample, unit) is not None:
+    if unit.prefix not in (0, prefix.length):
         return False
-    unit.add(sample)
+    try:
+        if not unit.prefix:  # the first branch: only now is the prefix known
+            first = unit.samples[0]
+            if not prefix.length or why_no_prefix(first, prefix.length) is not None:
+                return False
+            unit = unit_of(first, prefix.length, media_in_prefix(first, prefix.length, tokens))
+        inside = media_in_prefix(sample, prefix.length, tokens)
+    except CannotBeDivided:
+        return False
+    if why_apart(sample, unit, inside) is not None:
+        return False
+    unit.add(sample, inside)
     held.unit = unit
     return True

@@ -24,16 +24,16 @@ from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.joining import NOTHING_SHARED, BranchEncoder, Waiting
 from swift_vlpack.feed.packs import Packs, packed_samples
-from swift_vlpack.plan.items import Item, ItemId, Pack
+from swift_vlpack.plan.items import Item, ItemId, Pack, Size
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.beginnings import Beginning, BeginningReader
 from swift_vlpack.rows.contents import size_of
-from swift_vlpack.rows.cutting import RowCutter, in_parts
-from swift_vlpack.rows.encoder import Template
-from swift_vlpack.rows.families import refuse_sharing
+from swift_vlpack.rows.cutting import in_parts
+from swift_vlpack.rows.encoder import RowEncoder, Template
+from swift_vlpack.rows.families import MediaTokens, refuse_sharing
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.to_encode import RowToEncode
@@ -101,15 +101,15 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         if not self.config.shares_media:
             return super().preview_in_units(num_samples)
         reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
-        by_key: dict[Any, list[tuple[Encoded, int]]] = {}
+        waiting, whole = Waiting(self.config, reader.tokens), dict[ItemId, Encoded]()
         encoded = ((row, row.sample()) for row in self.dataset.rows_to_encode(0))
         read = ((row, sample) for row, sample in encoded if isinstance(sample, dict))
         for number, (row, sample) in enumerate(islice(read, num_samples)):
-            begins = reader.of(row, sample)
-            alike = by_key.setdefault(begins.key or number, [])
-            alike.append((sample, begins.length() if alike else 0))
-        found = [one for alike in by_key.values() for one in alike]
-        return [sample for sample, _ in found], [num_shared for _, num_shared in found]
+            whole[number], begins = sample, reader.of(row, sample)
+            if waiting.join(number, sample, begins, lambda *_: True) is None:
+                waiting.add(number, sample, begins)
+        found = [(held, at) for held in waiting.held for at in range(len(held.ids))]
+        return [whole[held.ids[at]] for held, at in found], [held.unit.prefix if at else 0 for held, at in found]
 
     def restore(self, progress: ReaderProgress) -> None:
         """Continue the saved epoch after the last pack that was trained."""
@@ -125,8 +125,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
             # the part of worker `turn`, and so on.
             worker = (worker + self._restored.turn) % num_workers
             saved = self._restored.workers.get(worker)
-        cutter = self.dataset.encoder.cutter
-        buffer = _Buffer(self.config, self.epoch, worker, seed=self.seed + self.epoch, cutter=cutter)
+        buffer = _Buffer(self.config, self.epoch, worker, seed=self.seed + self.epoch, encoder=self.dataset.encoder)
         if saved is not None:
             buffer.load(saved)
         return buffer.packs(self.dataset, share_of(self.rank, self.num_ranks, worker, num_workers))
@@ -190,18 +189,17 @@ class _Buffer:
     Under `packing_share=media` whole rows that begin alike are one item, with the id of the first.
     """
 
-    def __init__(
-        self, config: PackingConfig, epoch: int, worker: int, *, seed: int, cutter: RowCutter | None = None
-    ) -> None:
+    def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int, encoder: RowEncoder) -> None:
         self._config = config
-        self._cutter = cutter
+        self._cutter = encoder.cutter
         self._epoch = epoch
         self._worker = worker
         self._packer = Packer(config, seed=seed, on_drop=self._dropped, label=self._name)
-        self._waiting = Waiting(config)
+        reader = BeginningReader(encoder, config.packing_share_min) if config.shares_media else None
+        self._beginnings = reader
+        self._waiting = Waiting(config, MediaTokens() if reader is None else reader.tokens)
         self._units: dict[ItemId, list[Item]] = {}
         """The rows of each saved unit alone, by its item, before they are encoded again."""
-        self._beginnings: BeginningReader | None = None
         self._branches = BranchEncoder()
         self._ready: deque[tuple[Item, ...]] = deque()
         self._left_out: list[LeftOut] = []
@@ -212,8 +210,6 @@ class _Buffer:
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
         """Pack a share. One pack is held back, so that samples left out at the end can go into its record."""
-        if self._config.shares_media:
-            self._beginnings = BeginningReader(dataset.encoder, self._config.packing_share_min)
         rows = dataset.rows_to_encode(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
         # Do this first, because the iterator yields the rows of waiting samples before new rows.
         self._encode_held_again(rows)
@@ -258,7 +254,8 @@ class _Buffer:
         waits = {item.id for item in self._packer.held}
         for item, rows in self._units.items():
             if item in waits:
-                self._packer.join(item, 0, len(rows) - 1)  # the packer's state has its tokens, but one sample only
+                # The packer's state has the tokens of the unit, but counts it as one sample.
+                self._packer.join(item, Size(0), len(rows) - 1)
 
     def _held_items(self) -> list[Item]:
         """Return the items that wait, in the order in which the first row of each came."""
@@ -320,7 +317,7 @@ class _Buffer:
                 key = _item_id(number, span)
                 self._ready += [pack.items for pack in self._place(key, sample, self._beginning(given, row, key))]
 
-    def _join_undecoded(self, number: int, given: RowToEncode) -> tuple[ItemId, int] | None:
+    def _join_undecoded(self, number: int, given: RowToEncode) -> tuple[ItemId, Size] | None:
         """Let a row join another one that has its media, without decoding them; None if it has to be encoded whole."""
         if self._beginnings is None or self._cutter is not None or not self._branches.can_be_encoded:
             return None

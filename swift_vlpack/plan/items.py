@@ -26,6 +26,14 @@ from swift_vlpack.reasons import Reason
 ItemId = int | str | tuple[Any, ...]
 
 
+class Size(NamedTuple):
+    """What a sample takes of a pack, or adds to an item that it joins."""
+
+    length: int
+    images: int = 0
+    patches: int = 0
+
+
 class Item(NamedTuple):
     """An id with numbers, never a tensor, to be placed in a pack.
 

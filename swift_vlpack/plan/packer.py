@@ -27,7 +27,7 @@ from swift_vlpack import envelope
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.buffer import Buffer, use_of_caps
-from swift_vlpack.plan.items import Item, ItemId, Pack, is_left_out, is_single_long, why_alone
+from swift_vlpack.plan.items import Item, ItemId, Pack, Size, is_left_out, is_single_long, why_alone
 from swift_vlpack.plan.parts import NOTHING, Taken
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
@@ -111,18 +111,18 @@ class Packer:
         self.buffer.add(self.num_pushed, length, use)
         return self._emitted(self.buffer.step()) if self.buffer.is_full else []
 
-    def fits(self, key: ItemId, num_tokens: int) -> bool:
-        """Tell whether one more sample of this many tokens can join a waiting item."""
+    def fits(self, key: ItemId, size: Size) -> bool:
+        """Tell whether one more sample, which adds this much, can join a waiting item."""
         serial = self._serial_of(key)
-        return serial is not None and self.buffer.fits(serial, num_tokens, self._use_of_joined(1))
+        return serial is not None and self.buffer.fits(serial, size.length, self._use_of(1, size))
 
-    def join(self, key: ItemId, num_tokens: int, num_samples: int = 1) -> list[Pack]:
+    def join(self, key: ItemId, size: Size, num_samples: int = 1) -> list[Pack]:
         """Add samples to a waiting item which they fit (`fits`), and return the packs that are ready."""
         serial = self._serial_of(key)
         assert serial is not None, f"item {key!r} does not wait"
         item = self._items[serial]
-        self._items[serial] = item._replace(length=item.length + num_tokens)
-        self.buffer.lengthen(serial, num_tokens, num_samples, self._use_of_joined(num_samples))
+        self._items[serial] = Item(item.id, *map(sum, zip(item[1:], size, strict=True)))
+        self.buffer.lengthen(serial, size.length, num_samples, self._use_of(num_samples, size))
         return self._emitted(self.buffer.step()) if self.buffer.is_in_order else []
 
     def flush(self) -> list[Pack]:
@@ -162,9 +162,8 @@ class Packer:
     def _serial_of(self, key: ItemId) -> int | None:
         return next((serial for serial, item in self._items.items() if item.id == key), None)
 
-    def _use_of_joined(self, num_samples: int) -> tuple[int, ...]:
-        # What joins an item shares its images, so it brings none.
-        return use_of_caps(num_samples, 0, 0, self.config) if self._has_caps else ()
+    def _use_of(self, num_samples: int, size: Size) -> tuple[int, ...]:
+        return use_of_caps(num_samples, size.images, size.patches, self.config) if self._has_caps else ()
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**self.config.pack_options(), "seed": self._seed}

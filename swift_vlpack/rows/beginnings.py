@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from swift_vlpack.rows.contents import NO_LABEL, MediaSpan, media_spans
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import MediaTokens
-from swift_vlpack.rows.prefixes import HeadReader, prefix_of, prefix_of_system, rows_of_probes
+from swift_vlpack.rows.prefixes import FirstMedia, HeadReader, Prefix, prefix_of, prefix_of_system, rows_of_probes
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
@@ -31,23 +32,20 @@ _MOST_TURNS = 1024
 """Most system turns whose length is remembered."""
 
 
-def _nothing() -> int:
-    return 0
-
-
 class Beginning(NamedTuple):
     """How an encoded row begins."""
 
-    key: bytes = b""
-    """Rows with equal keys may share their first tokens; empty if the row can share with no other."""
-    length: Callable[[], int] = _nothing
-    """Counts the tokens of the prefix. It is called when a second row has the key: a system turn costs encodings."""
+    prefixes: Mapping[bytes, Callable[[], Prefix]] = MappingProxyType({})
+    """The prefixes that it can share, by their keys, the longest first: rows with a key in common may share it.
+
+    A prefix is counted when a second row has the key, because to count a system turn costs encodings.
+    """
     media: tuple[bytes, ...] = ()
     """A digest of each medium."""
     cause: Alone = Alone.NOTHING_SHARED
-    """Why a row with media can share with no other, if its key is empty."""
+    """Why a row with media can share with no other, if it has no prefix."""
     head: bytes = b""
-    """What decides the key, read without encoding the row (`BeginningReader.head`)."""
+    """What decides the longest prefix, read without encoding the row (`BeginningReader.head`)."""
 
 
 class BeginningReader:
@@ -56,7 +54,7 @@ class BeginningReader:
     def __init__(self, encoder: RowEncoder, least_system_tokens: int) -> None:
         self._encoder = encoder
         self._least = least_system_tokens
-        self._tokens = MediaTokens.of(encoder.template)
+        self.tokens = MediaTokens.of(encoder.template)
         self._heads = HeadReader()
         self._turns: dict[bytes, int] = {}
 
@@ -76,33 +74,38 @@ class BeginningReader:
 
     def of(self, row: RowToEncode, sample: Encoded) -> Beginning:
         """Return how a row begins. `sample` is the row, encoded and whole."""
-        spans = media_spans(sample, self._tokens)
+        spans = media_spans(sample, self.tokens)
         if spans is None:
             return Beginning(cause=Alone.FAMILY_UNKNOWN)
         if not spans:
             return self._of_text(row.row)
         media = _digests(sample, spans)
-        length, cause, *_ = prefix_of(sample, self._tokens)
-        if not length:
+        ids = np.asarray(sample["input_ids"], dtype=np.int64)
+        prefixes: dict[bytes, Callable[[], Prefix]] = {}
+        for num in range(len(spans), 0, -1):
+            first = None if num == len(spans) else FirstMedia(b"", (), num, len(spans))
+            prefix = prefix_of(sample, self.tokens, first)
+            if prefix.length:
+                prefixes[_digest(ids[: prefix.length].tobytes(), *media[:num])] = partial(_given, prefix)
+        if not prefixes:
             is_after = any(label != NO_LABEL for label in (sample.get("labels") or ())[1 : spans[-1].start])
-            return Beginning(media=media, cause=Alone.AFTER_ANSWER if is_after else cause)
-        tokens = np.asarray(sample["input_ids"][:length], dtype=np.int64).tobytes()
-        return Beginning(_digest(tokens, *media), partial(int, length), media, head=self.head(row))
+            return Beginning({}, media, Alone.AFTER_ANSWER if is_after else Alone.NO_TOKEN_BETWEEN)
+        return Beginning(prefixes, media, head=self.head(row))
 
     def _of_text(self, row: Mapping[str, Any]) -> Beginning:
         head = self._heads.head(row)
         if not head.digest or head.media:  # a text model leaves the media of a row alone
             return Beginning()
-        return Beginning(head.digest, partial(self._system_tokens, head.digest, row))
+        return Beginning({head.digest: partial(self._system_turn, head.digest, row)})
 
-    def _system_tokens(self, digest: bytes, row: Mapping[str, Any]) -> int:
+    def _system_turn(self, digest: bytes, row: Mapping[str, Any]) -> Prefix:
         """Count the tokens of the system turn that rows with this digest share; 0 if they are too few."""
         if digest not in self._turns:
             if len(self._turns) >= _MOST_TURNS:
                 self._turns.clear()
             self._turns[digest] = self._counted(row)
         length = self._turns[digest]
-        return length if length >= self._least else 0
+        return Prefix(length if length >= self._least else 0)
 
     def _counted(self, row: Mapping[str, Any]) -> int:
         name = SampleId("system turn", 0)
@@ -113,6 +116,10 @@ class BeginningReader:
             except SampleError:
                 return 0
         return prefix_of_system(probes).length
+
+
+def _given(prefix: Prefix) -> Prefix:
+    return prefix
 
 
 def _digests(sample: Encoded, spans: Sequence[MediaSpan]) -> tuple[bytes, ...]:

@@ -155,11 +155,12 @@ def test_rows_with_other_pixels_never_join(template, tmp_path):
     given = [RowToEncode(row, SampleId("data", n), encoder, None, (n,)) for n, row in enumerate(rows)]
     first, second = (one.sample() for one in given)
     begins = reader.of(given[0], first)
-    assert begins[::2] == reader.of(given[1], second)[::2], "the same key, media and head"
+    same = reader.of(given[1], second)
+    assert (begins.prefixes.keys(), *begins[1:]) == (same.prefixes.keys(), *same[1:])
     changed = {**second, "pixel_values": second["pixel_values"].clone()}
     changed["pixel_values"][-1, -1] += 1
     for sample, joins in ((changed, False), (second, True)):
-        waiting = Waiting(packs_config(template, rows))
+        waiting = Waiting(packs_config(template, rows), reader.tokens)
         waiting.add(0, dict(first), begins)
         assert (waiting.join(1, sample, begins, lambda *_: True) is not None) == joins
 
@@ -244,3 +245,46 @@ def test_media_of_branches_are_decoded_only_where_headers_are_not_enough(
         assert contents([one.record]) == contents([other.record])
         assert one.record.shared == other.record.shared
         assert are_equal([{**sample} for sample in one], [{**sample} for sample in other])
+
+
+def test_rows_share_their_first_images_and_the_most_of_them(template, tmp_path):
+    """SHARE-13 SHARE-11: a branch keeps the pixels of its own images; a unit has one prefix; caps count own images."""
+    one, two, three, four = (photo(tmp_path, str(n), 60 + 8 * n, 60, seed=n) for n in range(4))
+    about = [[one, two], [one, two], [one, three], [one], [four], [one, two, four], [one, four]]
+    rows = [image_row(images, f"question {n}", "yes") for n, images in enumerate(about)]
+    (pack,) = packed(template, rows, packing_length=4000)
+    units, unit = [], []
+    for key, num_shared in zip(pack.record.sample_ids, pack.record.shared, strict=True):
+        if not num_shared:
+            unit = []
+            units.append(unit)
+        unit.append(key.row)
+    assert sorted(map(sorted, units)) == [[0, 1, 5], [2, 3, 6], [4]]
+    assert pack.record.num_images == 2 + 1 + 2 + 1 + 1
+    encoder = RowEncoder.of(template, packs_config(template, rows))
+    whole = [encoder.sample(row, SampleId("data", n)) for n, row in enumerate(rows)]
+    own = {key.row: sample.get("pixel_values") for key, sample in zip(pack.record.sample_ids, pack, strict=True)}
+    num = len(whole[0]["pixel_values"])
+    assert own[1] is None
+    assert torch.equal(own[5], whole[5]["pixel_values"][num:])
+    capped = packed(template, rows, packing_length=4000, packing_max_images=3)
+    assert all(pack.record.num_images <= 3 for pack in capped)
+    assert sum(len(pack) for pack in capped) == 7
+
+
+def test_state_has_the_same_future_where_rows_share_some_images(template, tmp_path):
+    """SHARE-13 SHARE-11 STREAM-9"""
+    rng = random.Random(1)
+    images = [photo(tmp_path, str(n), 60 + 4 * n, 60, seed=n) for n in range(5)]
+    rows = [
+        image_row([images[rng.randrange(2)], *rng.sample(images[2:], rng.randrange(3))], sentence(rng, 2, 6), "yes")
+        for _ in range(40)
+    ]
+    full = records(buffered(template, rows, "stream", **SHARE))
+    assert len({one for record in full for one in record.shared}) > 2, "prefixes of one and of two images"
+    for num_trained in range(len(full) + 1):
+        again = buffered(template, rows, "stream", **SHARE)
+        again.restore(progress_after(full[:num_trained], 0))
+        went_on = records(again)
+        assert contents(went_on) == contents(full[num_trained:])
+        assert [one.shared for one in went_on] == [one.shared for one in full[num_trained:]]
