@@ -217,7 +217,7 @@ class _Rows:
             for row, start, end in zip(rows.tolist(), [0, *ends], ends, strict=False):
                 if end > start:
                     self.media[row] = tuple(ids[start:end])
-            content, ends = heads.first.tobytes(), np.cumsum(heads.num_bytes)
+            content, ends = heads.first_media.tobytes(), np.cumsum(heads.num_bytes)
             for at in np.flatnonzero(heads.num_bytes).tolist():
                 self.first_media[int(rows[at])] = content[int(ends[at] - heads.num_bytes[at]) : int(ends[at])]
             for path, state in heads.files.items():
@@ -260,7 +260,7 @@ class _Rows:
 
     def key_of(self, row: int, beginning: FirstMedia) -> bytes:
         """Return the key of a row's beginning: that of a row which has no more media."""
-        names = [self.digests_of_names[self.media[row][at]] for at in beginning.names]
+        names = [self.digests_of_names[one] for one in beginning.of(self.media[row])]
         return hashlib.blake2b(beginning.digest + b"".join(names), digest_size=16).digest()
 
 

@@ -42,6 +42,7 @@ _NUM_VALUES_REMEMBERED = 100_000
 _OF_FILE = {"bytes", "path", "url"}
 """Keys of a media entry that name its content; the first key with a value counts."""
 _OPEN, _CLOSE = "[", "]"
+_BYTES_OF_COUNTS = 28  # a digest and three counts, in `FirstMedia.to_bytes`
 _NUM_SHORT = 256  # a text that is longer is not worth remembering as a name
 
 
@@ -61,8 +62,8 @@ class FirstMedia(NamedTuple):
 
     digest: bytes
     """As in `Head`: equal to that of a row which has no more media."""
-    names: tuple[int, ...]
-    """The names of its media, as indices of `Head.media` of the row."""
+    names: tuple[tuple[int, int], ...]
+    """The names of its media, as parts of `Head.media` of the row: for each kind the first of them, and the end."""
     num_media: int
     """Number of images, videos and sounds in the beginning."""
     num_of_row: int
@@ -70,18 +71,23 @@ class FirstMedia(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the value as bytes, which follow one another for a row (`first_media_of`)."""
-        counts = struct.pack("<3I", self.num_media, self.num_of_row, len(self.names))
-        return self.digest + counts + struct.pack(f"<{len(self.names)}I", *self.names)
+        places = [place for part in self.names for place in part]
+        counts = struct.pack("<3I", self.num_media, self.num_of_row, len(places))
+        return self.digest + counts + struct.pack(f"<{len(places)}I", *places)
+
+    def of(self, media: Sequence[Any]) -> list[Any]:
+        """Return the media of the beginning, of all media of the row."""
+        return [one for start, end in self.names for one in media[start:end]]
 
 
 def first_media_of(content: bytes) -> Iterator[FirstMedia]:
     """Read what `FirstMedia.to_bytes` wrote, one after the other."""
     at = 0
     while at < len(content):
-        digest, num_media, num_of_row, num_names = struct.unpack_from("<16s3I", content, at)
-        names = struct.unpack_from(f"<{num_names}I", content, at + 28)
-        yield FirstMedia(digest, names, num_media, num_of_row)
-        at += 28 + 4 * num_names
+        digest, num_media, num_of_row, num_places = struct.unpack_from("<16s3I", content, at)
+        places = struct.unpack_from(f"<{num_places}I", content, at + _BYTES_OF_COUNTS)
+        yield FirstMedia(digest, tuple(zip(places[::2], places[1::2], strict=True)), num_media, num_of_row)
+        at += _BYTES_OF_COUNTS + 4 * num_places
 
 
 class Head(NamedTuple):
@@ -174,10 +180,11 @@ class HeadReader:
         made, counts = [], Counter[str]()
         for number, (at, end, kind) in enumerate(tags[: num_media - 1], start=1):
             counts[kind] += 1
-            names, place = list[int](), 0
+            names, start = list[tuple[int, int]](), 0
             for of_kind, nums in num_names.items():
-                names += range(place, place + sum(nums[: counts[of_kind]]))
-                place += sum(nums)
+                if counts[of_kind]:
+                    names.append((start, start + sum(nums[: counts[of_kind]])))
+                start += sum(nums)
             made.append(FirstMedia(_through(turns, at, end), tuple(names), number, num_media))
         return tuple(made)
 
