@@ -117,11 +117,7 @@ class PackingConfig:
     packing_share_min: int = _option(
         64, "fewest tokens of a system prompt that rows without media share", decides=_OF_PACKS, is_new=True
     )
-    packing_buffer: int = _option(
-        512,
-        "samples that the packer may choose from at a time; samples that share a beginning count as one",
-        decides=_OF_PACKS,
-    )
+    packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_OF_PACKS)
     packing_min_fill_ratio: float = _option(
         0.65,
         "a pack at least this full does not wait for more samples; a value below 0.6 is accepted with a warning",

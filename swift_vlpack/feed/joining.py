@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.units import Unit, unit_of, why_apart, why_no_prefix
 from swift_vlpack.plan.items import Item, ItemId
 from swift_vlpack.rows.beginnings import Beginning
+from swift_vlpack.rows.prefixes import are_equal, without_pixels
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
+from swift_vlpack.rows.to_encode import RowToEncode
 
 NOTHING_SHARED = Beginning()
+_NUM_COMPARED = 8
 Fits = Callable[[ItemId, int], bool]
 
 
@@ -52,6 +54,28 @@ class Held:
         return self.unit.in_pack(list(range(len(self.unit.samples))))
 
 
+class BranchEncoder:
+    """Encodes rows whose media others bring, without decoding these, once it is known that this is right.
+
+    The first `_NUM_COMPARED` rows are encoded whole as well, and compared.
+    """
+
+    def __init__(self) -> None:
+        self.can_be_encoded = True
+        """False after a row was encoded in another way than whole."""
+        self._num_compared = 0
+
+    def of(self, row: RowToEncode) -> Encoded | None:
+        """Return a row without its pixels, or whole while it is still compared; None if it has to be encoded whole."""
+        branch = row.branch()
+        if branch is None or self._num_compared == _NUM_COMPARED:
+            return branch
+        self._num_compared += 1
+        whole = row.sample()
+        self.can_be_encoded = isinstance(whole, dict) and are_equal(without_pixels(whole), branch)
+        return whole if isinstance(whole, dict) and self.can_be_encoded else None
+
+
 class Waiting:
     """The samples of a reader that wait for a pack, by the items of its packer."""
 
@@ -60,7 +84,8 @@ class Waiting:
         self._capacity = config.packing_length
         self._held: dict[ItemId, Held] = {}
         self._by_key: dict[bytes, list[ItemId]] = {}
-        self._by_medium: dict[bytes, set[ItemId]] = {}
+        self._by_head: dict[bytes, list[ItemId]] = {}
+        self._by_medium: dict[bytes, list[ItemId]] = {}
 
     def __getitem__(self, key: ItemId) -> Held:
         return self._held[key]
@@ -82,17 +107,32 @@ class Waiting:
         `fits` tells whether an item can take that many more tokens. Returns the item and the tokens that the sample
         adds to it. Returns None if the sample has to wait by itself.
         """
-        length = int(sample["length"])
-        waiting = self._by_key.get(beginning.key, ()) if beginning.key and length < self._capacity else ()
+        waiting = self._by_key.get(beginning.key, ())
         num_shared = beginning.length() if waiting else 0
-        if not num_shared:
+        return self._join_one_of(waiting, key, sample, num_shared, fits) if num_shared else None
+
+    def join_undecoded(
+        self, key: ItemId, head: bytes, encode: Callable[[], Encoded | None], fits: Fits
+    ) -> tuple[ItemId, int] | None:
+        """Do the same for a row that is not encoded yet: `encode` is called if another row with its head waits."""
+        waiting = [item for item in self._by_head.get(head, ()) if len(self._held[item].ids) < self._most]
+        num_shared = self._held[waiting[0]].beginning.length() if waiting else 0
+        # A branch has at least one token of its own.
+        if not num_shared or not any(fits(item, 1) for item in waiting) or (sample := encode()) is None:
             return None
-        for item in waiting:
+        return self._join_one_of(waiting, key, sample, num_shared, fits)
+
+    def _join_one_of(
+        self, items: Sequence[ItemId], key: ItemId, sample: Encoded, num_shared: int, fits: Fits
+    ) -> tuple[ItemId, int] | None:
+        length = int(sample["length"])
+        num_own = length - num_shared
+        for item in items if length < self._capacity else ():
             held = self._held[item]
-            if len(held.ids) < self._most and fits(item, length - num_shared) and _joined(held, sample, num_shared):
+            if len(held.ids) < self._most and fits(item, num_own) and _joined(held, sample, num_shared):
                 held.ids.append(key)
                 held.lengths.append(length)
-                return item, length - num_shared
+                return item, num_own
         return None
 
     def restore(self, items: Sequence[Item], samples: Iterable[tuple[Encoded | SampleError, Beginning]]) -> None:
@@ -117,21 +157,22 @@ class Waiting:
     def take(self, item: ItemId) -> Held:
         """Return what an item stands for, and forget it."""
         held = self._held.pop(item)
-        places: list[tuple[dict[bytes, Any], bytes]] = [(self._by_medium, one) for one in set(held.beginning.media)]
-        if held.beginning.key:
-            places.append((self._by_key, held.beginning.key))
-        for of_digest, digest in places:
-            of_digest[digest].remove(item)
-            if not of_digest[digest]:
-                del of_digest[digest]
+        for places, digest in self._places(held.beginning):
+            places[digest].remove(item)
+            if not places[digest]:
+                del places[digest]
         return held
 
     def _hold(self, item: ItemId, held: Held) -> None:
         self._held[item] = held
-        if held.beginning.key:
-            self._by_key.setdefault(held.beginning.key, []).append(item)
-        for medium in held.beginning.media:
-            self._by_medium.setdefault(medium, set()).add(item)
+        for places, digest in self._places(held.beginning):
+            places.setdefault(digest, []).append(item)
+
+    def _places(self, begins: Beginning) -> list[tuple[dict[bytes, list[ItemId]], bytes]]:
+        """Return where an item that begins so is found: by its key, its head, and each of its media."""
+        places = [(self._by_medium, medium) for medium in set(begins.media)]
+        places += [(self._by_key, begins.key)] if begins.key else []
+        return places + ([(self._by_head, begins.head)] if begins.head else [])
 
     def _say_why_alone(self, held: Held) -> None:
         """Keep why a sample joins no other that has its medium, and why these do not join it."""

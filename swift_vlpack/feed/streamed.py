@@ -22,7 +22,7 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.failures import counted_failure
-from swift_vlpack.feed.joining import NOTHING_SHARED, Waiting
+from swift_vlpack.feed.joining import NOTHING_SHARED, BranchEncoder, Waiting
 from swift_vlpack.feed.packs import Packs, packed_samples
 from swift_vlpack.plan.items import Item, ItemId, Pack
 from swift_vlpack.plan.packer import Packer
@@ -36,7 +36,7 @@ from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.families import refuse_sharing
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
-from swift_vlpack.rows.source import Row
+from swift_vlpack.rows.to_encode import RowToEncode
 
 WorkerState = dict[str, Any]
 PROGRESS = {
@@ -102,7 +102,8 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
             return super().preview_in_units(num_samples)
         reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
         by_key: dict[Any, list[tuple[Encoded, int]]] = {}
-        read = ((row, sample) for row, sample in self.dataset.rows_and_samples(0) if isinstance(sample, dict))
+        encoded = ((row, row.sample()) for row in self.dataset.rows_to_encode(0))
+        read = ((row, sample) for row, sample in encoded if isinstance(sample, dict))
         for number, (row, sample) in enumerate(islice(read, num_samples)):
             begins = reader.of(row, sample)
             alike = by_key.setdefault(begins.key or number, [])
@@ -201,6 +202,7 @@ class _Buffer:
         self._units: dict[ItemId, list[Item]] = {}
         """The rows of each saved unit alone, by its item, before they are encoded again."""
         self._beginnings: BeginningReader | None = None
+        self._branches = BranchEncoder()
         self._ready: deque[tuple[Item, ...]] = deque()
         self._left_out: list[LeftOut] = []
         self._num_read = 0
@@ -212,12 +214,12 @@ class _Buffer:
         """Pack a share. One pack is held back, so that samples left out at the end can go into its record."""
         if self._config.shares_media:
             self._beginnings = BeginningReader(dataset.encoder, self._config.packing_share_min)
-        rows = dataset.rows_and_samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
+        rows = dataset.rows_to_encode(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
         # Do this first, because the iterator yields the rows of waiting samples before new rows.
         self._encode_held_again(rows)
         if not self._is_at_end:
-            for row, sample in rows:
-                self._take(row, sample)
+            for row in rows:
+                self._take(row)
                 while len(self._ready) > 1:
                     yield self._next()
             self._ready += [pack.items for pack in self._packer.flush()]
@@ -271,35 +273,41 @@ class _Buffer:
                 rows.setdefault(_row_of(one.id), []).append(one)
         return dict(sorted(rows.items()))
 
-    def _encode_held_again(self, rows: Iterator[tuple[Row, Encoded | SampleError]]) -> None:
+    def _encode_held_again(self, rows: Iterator[RowToEncode]) -> None:
         found: dict[ItemId, tuple[Encoded | SampleError, Beginning]] = {}
         for number, items in self._held_rows().items():
-            data, row = next(rows, (None, None))
-            if row is None:
+            given = next(rows, None)
+            if given is None:
                 raise StateMismatch(
                     f"the saved state holds row {number} of a share of the data, but the share now ends before it: "
                     "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
                 )
+            row = given.sample()
             if isinstance(row, SampleError):
                 found |= {item.id: (row.of_part(_part_of(item)), NOTHING_SHARED) for item in items}
                 continue
             samples = self._cut_again(number, row, items)
             for item in items:
-                found[item.id] = _unchanged(samples.get(item.id), row, item), self._beginning(data, row, item.id)
+                found[item.id] = _unchanged(samples.get(item.id), row, item), self._beginning(given, row, item.id)
         for item in self._held_items():
             alone = self._units.get(item.id, [item])
             self._waiting.restore(alone, [found[one.id] for one in alone])
         self._units = {}
 
-    def _beginning(self, data: Any, row: Encoded, key: ItemId) -> Beginning:
+    def _beginning(self, given: RowToEncode, row: Encoded, key: ItemId) -> Beginning:
         """Return how a row begins; parts of rows share nothing."""
         if self._beginnings is None or isinstance(key, tuple):
             return NOTHING_SHARED
-        return self._beginnings.of(data, row)
+        return self._beginnings.of(given, row)
 
-    def _take(self, data: Row, row: Encoded | SampleError) -> None:
+    def _take(self, given: RowToEncode) -> None:
         number = self._num_read
         self._num_read += 1
+        if (joined := self._join_undecoded(number, given)) is not None:
+            self._num_failed_in_a_row = 0
+            self._ready += [pack.items for pack in self._packer.join(*joined)]
+            return
+        row = given.sample()
         if isinstance(row, SampleError):
             self._num_failed_in_a_row += 1
             self._left_out.append(counted_failure(row, self._num_failed_in_a_row))
@@ -310,7 +318,14 @@ class _Buffer:
                 self._left_out.append(sample)
             elif not isinstance(sample, SampleError):
                 key = _item_id(number, span)
-                self._ready += [pack.items for pack in self._place(key, sample, self._beginning(data, row, key))]
+                self._ready += [pack.items for pack in self._place(key, sample, self._beginning(given, row, key))]
+
+    def _join_undecoded(self, number: int, given: RowToEncode) -> tuple[ItemId, int] | None:
+        """Let a row join another one that has its media, without decoding them; None if it has to be encoded whole."""
+        if self._beginnings is None or self._cutter is not None or not self._branches.can_be_encoded:
+            return None
+        head = self._beginnings.head(given)
+        return self._waiting.join_undecoded(number, head, lambda: self._branches.of(given), self._packer.fits)
 
     def _place(self, key: ItemId, sample: Encoded, beginning: Beginning) -> list[Pack]:
         """Let a sample join others that begin alike, or wait by itself. Returns the packs that are ready."""

@@ -37,7 +37,8 @@ from swift_vlpack.rows.source import RowSource
 SUFFIX = ".heads"
 _MOST_BYTES_OF_ROW = 4096
 """Rows with more bytes (images inside of them) are not remembered: to digest them takes as long as to read them."""
-_COLUMNS = ("indices", "digests", "causes", "has_digest", "num_names", "names_at")
+_OF_ROWS = ("indices", "digests", "causes", "has_digest", "num_names", "num_bytes")
+_COLUMNS = (*_OF_ROWS, "names_at", "first_media")
 
 
 class Heads(NamedTuple):
@@ -50,6 +51,9 @@ class Heads(NamedTuple):
     num_names: NDArray[np.int64]
     names_at: NDArray[np.int64]
     """The media of all rows one after the other, as places in `names`."""
+    num_bytes: NDArray[np.int64]
+    first_media: NDArray[np.uint8]
+    """What rows begin with through their first media (`FirstMedia.to_bytes`): `num_bytes` for each row."""
     names: list[str]
     files: dict[str, FileState]
 
@@ -162,12 +166,14 @@ def _joined(some: Sequence[Heads]) -> Heads:
     for heads in some:
         numbers = np.array([names.setdefault(name, len(names)) for name in heads.names], np.int64)
         names_at.append(numbers[heads.names_at])
-    columns = {name: np.concatenate([getattr(heads, name) for heads in some]) for name in _COLUMNS[:-1]}
+    columns = {name: np.concatenate([getattr(heads, name) for heads in some]) for name in (*_OF_ROWS, "first_media")}
     return Heads(**columns, names_at=np.concatenate(names_at), names=list(names), files={})
 
 
 def _certain(heads: Heads, blocks: RowBlocks) -> Heads:
     """Leave out rows that are in no block, and rows of which no head is known."""
     kept = (blocks.block[heads.indices] >= 0) & (heads.has_digest | (heads.causes > 0))
-    columns = {name: getattr(heads, name)[kept] for name in _COLUMNS[:-1]}
-    return heads._replace(**columns, names_at=heads.names_at[np.repeat(kept, heads.num_names)])
+    columns = {name: getattr(heads, name)[kept] for name in _OF_ROWS}
+    names_at = heads.names_at[np.repeat(kept, heads.num_names)]
+    first_media = heads.first_media[np.repeat(kept, heads.num_bytes)]
+    return heads._replace(**columns, names_at=names_at, first_media=first_media)

@@ -47,6 +47,7 @@ from swift_vlpack.rows.prefixes import (
     Head,
     HeadReader,
     Prefix,
+    first_media_of,
     have_same_prefix,
     medium_of,
     path_of,
@@ -175,21 +176,10 @@ class _HeadWork:
         return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
 
 
-class _FirstMediaWork:
-    """Reads what rows with several media begin with."""
-
-    def __init__(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-        self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
-
-    def __call__(self, task: _HeadTask) -> list[list[FirstMedia]]:
-        source, reader = self._sources[task.source], self._readers[task.source]
-        return [reader.first_media(row) for row in rows_at(source.rows, task.indices.tolist())]
-
-
 def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> Heads:
     names: dict[str, int] = {}
     places = [names.setdefault(name, len(names)) for head in heads for name in head.media]
+    first = [b"".join([one.to_bytes() for one in head.first]) if head.first else b"" for head in heads]
     return Heads(
         indices,
         np.frombuffer(b"".join(head.digest or bytes(16) for head in heads), KEY),
@@ -197,6 +187,8 @@ def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader
         np.array([bool(head.digest) for head in heads], bool),
         np.array([len(head.media) for head in heads], np.int64),
         np.array(places, np.int64),
+        np.array(list(map(len, first)), np.int64),
+        np.frombuffer(b"".join(first), np.uint8),
         list(names),
         reader.take_files(),
     )
@@ -212,6 +204,8 @@ class _Rows:
         self.causes = np.zeros(num_rows, np.uint8)
         self.has_digest = np.zeros(num_rows, bool)
         self.media: list[tuple[int, ...]] = [()] * num_rows
+        self.first_media: dict[int, bytes] = {}
+        """What rows with several media begin with (`first_media_of`)."""
         names: dict[str, int] = {}
         self.files: dict[str, FileState] = {}
         for source, heads in of_tasks:
@@ -223,6 +217,9 @@ class _Rows:
             for row, start, end in zip(rows.tolist(), [0, *ends], ends, strict=False):
                 if end > start:
                     self.media[row] = tuple(ids[start:end])
+            content, ends = heads.first_media.tobytes(), np.cumsum(heads.num_bytes)
+            for at in np.flatnonzero(heads.num_bytes).tolist():
+                self.first_media[int(rows[at])] = content[int(ends[at] - heads.num_bytes[at]) : int(ends[at])]
             for path, state in heads.files.items():
                 self.files.setdefault(path, state)
         self.names = list(names)
@@ -263,7 +260,7 @@ class _Rows:
 
     def key_of(self, row: int, beginning: FirstMedia) -> bytes:
         """Return the key of a row's beginning: that of a row which has no more media."""
-        names = [self.digests_of_names[self.media[row][at]] for at in beginning.names]
+        names = [self.digests_of_names[one] for one in beginning.of(self.media[row])]
         return hashlib.blake2b(beginning.digest + b"".join(names), digest_size=16).digest()
 
 
@@ -673,31 +670,15 @@ class _PrefixPass:
         return groups
 
     def _beginnings(self, rows: _Rows, found: _Found) -> dict[int, list[FirstMedia]]:
-        """Read the beginnings of all rows that share with no other so far, and have one of several media in common."""
-        fits = self._fits() & (rows.has_digest | (rows.causes == Alone.AFTER_ANSWER))
+        """Return the beginnings of rows that share with no other so far, and have one of several media in common."""
+        fits = self._fits()
         waits = fits & (found.length == 0) & ~np.isin(found.cause, (Alone.DIFFERS, Alone.DRAWS))
-        several = [row for row in np.flatnonzero(waits).tolist() if len(rows.media[row]) > 1]
+        several = [row for row in sorted(rows.first_media) if waits[row]]
         if not several:
             return {}
         in_rows = Counter(one for row in np.flatnonzero(fits).tolist() for one in set(rows.media[row]))
         several = [row for row in several if any(in_rows[one] > 1 for one in rows.media[row])]
-        mine = np.array(several[self._comm.rank :: self._comm.num_ranks], np.int64)
-
-        def of_this_rank() -> dict[int, list[FirstMedia]]:
-            tasks = deque(
-                _HeadTask(number, some[start : start + _ROWS_OF_TASK])
-                for number in range(len(self._given))
-                for some in [mine[(mine >= rows.first[number]) & (mine < rows.first[number + 1])] - rows.first[number]]
-                for start in range(0, len(some), _ROWS_OF_TASK)
-            )
-            numbers = (int(at + rows.first[task.source]) for task in [*tasks] for at in task.indices)
-            work = _FirstMediaWork([one.source for one in self._given])
-            results = self._results(work, tasks, len(mine), _NUM_ROWS_WORTH_A_PROCESS)
-            return dict(zip(numbers, (one for some in results for one in some), strict=True))
-
-        of_ranks = self._comm.results_of_all(of_this_rank)
-        both = {row: of_row for of_rank in of_ranks for row, of_row in of_rank.items()}
-        return {row: both[row] for row in several}
+        return {row: list(first_media_of(rows.first_media[row])) for row in several}
 
     # -- the result
 

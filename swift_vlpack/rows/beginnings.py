@@ -23,6 +23,7 @@ from swift_vlpack.rows.prefixes import HeadReader, prefix_of, prefix_of_system, 
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
+from swift_vlpack.rows.to_encode import RowToEncode
 
 _NUM_NUMBERS = 4096
 """Numbers of a medium's pixels that its digest reads: all of them would take as long as encoding a small image."""
@@ -45,6 +46,8 @@ class Beginning(NamedTuple):
     """A digest of each medium."""
     cause: Alone = Alone.NOTHING_SHARED
     """Why a row with media can share with no other, if its key is empty."""
+    head: bytes = b""
+    """What decides the key, read without encoding the row (`BeginningReader.head`)."""
 
 
 class BeginningReader:
@@ -57,20 +60,34 @@ class BeginningReader:
         self._heads = HeadReader()
         self._turns: dict[bytes, int] = {}
 
-    def of(self, row: Mapping[str, Any], sample: Encoded) -> Beginning:
+    def head(self, row: RowToEncode) -> bytes:
+        """Return what decides the first tokens and the media of a row, read without encoding it.
+
+        Empty if the row has no media, or has them in a form that is not known.
+        """
+        head = self._heads.head(row.row)
+        self._heads.take_files()  # drops them: the path says enough while a row waits for a pack
+        limit = getattr(row.encoder.template, "max_pixels", None)
+        return (
+            _digest(repr((head.digest, head.media, limit)).encode(errors="surrogatepass"))
+            if head.digest and head.media
+            else b""
+        )
+
+    def of(self, row: RowToEncode, sample: Encoded) -> Beginning:
         """Return how a row begins. `sample` is the row, encoded and whole."""
         spans = media_spans(sample, self._tokens)
         if spans is None:
             return Beginning(cause=Alone.FAMILY_UNKNOWN)
         if not spans:
-            return self._of_text(row)
+            return self._of_text(row.row)
         media = _digests(sample, spans)
         length, cause, *_ = prefix_of(sample, self._tokens)
         if not length:
             is_after = any(label != NO_LABEL for label in (sample.get("labels") or ())[1 : spans[-1].start])
             return Beginning(media=media, cause=Alone.AFTER_ANSWER if is_after else cause)
         tokens = np.asarray(sample["input_ids"][:length], dtype=np.int64).tobytes()
-        return Beginning(_digest(tokens, *media), partial(int, length), media)
+        return Beginning(_digest(tokens, *media), partial(int, length), media, head=self.head(row))
 
     def _of_text(self, row: Mapping[str, Any]) -> Beginning:
         head = self._heads.head(row)

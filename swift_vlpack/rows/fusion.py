@@ -31,10 +31,10 @@ from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.cutting import left_out_part, part_sizes
 from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
 from swift_vlpack.rows.prefixes import without_pixels
-from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import Row, RowSource
+from swift_vlpack.rows.to_encode import RowToEncode
 
 logger = logging.getLogger(__name__)
 
@@ -178,23 +178,23 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
         A row that cannot be encoded is yielded as its error.
         """
-        for _, sample in self.rows_and_samples(epoch, share, start=start, held=held):
-            yield sample
+        return (row.sample() for row in self.rows_to_encode(epoch, share, start=start, held=held))
 
-    def rows_and_samples(
+    def rows_to_encode(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
-    ) -> Iterator[tuple[Row, Encoded | SampleError]]:
-        """Yield what `samples` yields, each with its row."""
+    ) -> Iterator[RowToEncode]:
+        """Yield the rows of the samples that `samples` yields."""
+        make = self._pixel_free
+        pixel_free = [make and encoder.using(make(encoder.template)) for encoder in self.encoders]
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
         # Held rows come first, because the interrupted run read them before row `start`.
         for position in chain(map(share.row, sorted(held)), positions):
-            # Seed by position and not by row: a row that comes twice in an epoch draws twice.
-            with RandomStream(self.mix.seed, epoch, position):
-                address = Address(*schedule[position])
-                row = self.row(address)
-                sample = self.sample_or_error(address, row)
-            yield row, sample
+            address = Address(*schedule[position])
+            encoders = self.encoders[address.source], pixel_free[address.source]
+            # Draw by position and not by row: a row that comes twice in an epoch draws twice.
+            draws = (self.mix.seed, epoch, position)
+            yield RowToEncode(self.row(address), self.sample_id(address), *encoders, draws, self.strict)
 
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
         """Save the true size of a row for the plan of the next run, if this run planned with another size."""

@@ -8,7 +8,7 @@ share that beginning, whatever follows it:
 >>> heads.head(ask("how many?")) == heads.head(ask("which colour?"))
 True
 
-Rows with several media may share only the first of them (`HeadReader.first_media`). Rows without media can share their
+Rows with several media may share only the first of them (`Head.first`). Rows without media can share their
 system turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`, `lengths/prefixes.py`). If a row
 shares with no other row although another row has its medium, it is counted with its cause (`Alone`), and each cause
 says what a user can do.
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ _NUM_VALUES_REMEMBERED = 100_000
 _OF_FILE = {"bytes", "path", "url"}
 """Keys of a media entry that name its content; the first key with a value counts."""
 _OPEN, _CLOSE = "[", "]"
+_BYTES_OF_COUNTS = 28  # a digest and three counts, in `FirstMedia.to_bytes`
 _NUM_SHORT = 256  # a text that is longer is not worth remembering as a name
 
 
@@ -55,6 +57,39 @@ class FileState(NamedTuple):
     inode_changed_ns: int
 
 
+class FirstMedia(NamedTuple):
+    """The beginning of a row through one of its media that is not the last one."""
+
+    digest: bytes
+    """As in `Head`: equal to that of a row which has no more media."""
+    names: tuple[tuple[int, int], ...]
+    """The names of its media, as parts of `Head.media` of the row: for each kind the first of them, and the end."""
+    num_media: int
+    """Number of images, videos and sounds in the beginning."""
+    num_of_row: int
+    """Number of those in the row."""
+
+    def to_bytes(self) -> bytes:
+        """Return the value as bytes, which follow one another for a row (`first_media_of`)."""
+        places = [place for part in self.names for place in part]
+        counts = struct.pack("<3I", self.num_media, self.num_of_row, len(places))
+        return self.digest + counts + struct.pack(f"<{len(places)}I", *places)
+
+    def of(self, media: Sequence[Any]) -> list[Any]:
+        """Return the media of the beginning, of all media of the row."""
+        return [one for start, end in self.names for one in media[start:end]]
+
+
+def first_media_of(content: bytes) -> Iterator[FirstMedia]:
+    """Read what `FirstMedia.to_bytes` wrote, one after the other."""
+    at = 0
+    while at < len(content):
+        digest, num_media, num_of_row, num_places = struct.unpack_from("<16s3I", content, at)
+        places = struct.unpack_from(f"<{num_places}I", content, at + _BYTES_OF_COUNTS)
+        yield FirstMedia(digest, tuple(zip(places[::2], places[1::2], strict=True)), num_media, num_of_row)
+        at += _BYTES_OF_COUNTS + 4 * num_places
+
+
 class Head(NamedTuple):
     """The beginning of a row, through its last medium."""
 
@@ -64,19 +99,8 @@ class Head(NamedTuple):
     """The names of the media, in order; empty for a row without."""
     cause: Alone = Alone.NOTHING_SHARED
     """Why the row cannot share, if that is known already."""
-
-
-class FirstMedia(NamedTuple):
-    """The beginning of a row through one of its media that is not the last one."""
-
-    digest: bytes
-    """As in `Head`: equal to that of a row which has no more media."""
-    names: tuple[int, ...]
-    """The names of its media, as indices of `Head.media` of the row."""
-    num_media: int
-    """Number of images, videos and sounds in the beginning."""
-    num_of_row: int
-    """Number of those in the row."""
+    first: tuple[FirstMedia, ...] = ()
+    """The beginnings through each of its media but the last, and but media after its first answer."""
 
 
 class _Turns(NamedTuple):
@@ -125,16 +149,6 @@ class HeadReader:
         except (_Unusual, AttributeError, KeyError, TypeError):  # the template will say what is wrong with it
             return Head()
 
-    def first_media(self, row: Mapping[str, Any]) -> list[FirstMedia]:
-        """Return what a row with several media begins with: through its first medium, its second, and so on.
-
-        The last medium is left out, because `head` counts all media, and so are media after the first answer.
-        """
-        try:
-            return self._first_media(self._turns(row))
-        except (_Unusual, AttributeError, KeyError, TypeError):
-            return []
-
     def _head(self, row: Mapping[str, Any]) -> Head:
         turns = self._turns(row)
         if not turns.kinds:
@@ -143,18 +157,18 @@ class HeadReader:
             return Head(media=self._media(turns.listed), cause=cause)
         texts, kinds, num_before = turns.texts, turns.kinds, turns.num_before
         if any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
-            return Head(media=self._media(turns.listed), cause=Alone.AFTER_ANSWER)
+            return Head(media=self._media(turns.listed), cause=Alone.AFTER_ANSWER, first=self._first_media(turns))
         last, end = max(
             (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
             for at, text in enumerate(texts[:num_before])
             for kind in kinds
             if _TAGS[kind] in text
         )
-        return Head(_through(turns, last, end), self._media(turns.listed))
+        media = self._media(turns.listed)
+        first = self._first_media(turns) if len(media) > 1 else ()
+        return Head(_through(turns, last, end), media, first=first)
 
-    def _first_media(self, turns: _Turns) -> list[FirstMedia]:
-        if not turns.kinds or self._why_alone(turns) is not None:
-            return []
+    def _first_media(self, turns: _Turns) -> tuple[FirstMedia, ...]:
         num_names = {kind: [len(self._name(kind, one)) for one in values] for kind, values in turns.listed.items()}
         num_media = sum(map(len, num_names.values()))
         tags = sorted(
@@ -166,12 +180,13 @@ class HeadReader:
         made, counts = [], Counter[str]()
         for number, (at, end, kind) in enumerate(tags[: num_media - 1], start=1):
             counts[kind] += 1
-            names, place = list[int](), 0
+            names, start = list[tuple[int, int]](), 0
             for of_kind, nums in num_names.items():
-                names += range(place, place + sum(nums[: counts[of_kind]]))
-                place += sum(nums)
+                if counts[of_kind]:
+                    names.append((start, start + sum(nums[: counts[of_kind]])))
+                start += sum(nums)
             made.append(FirstMedia(_through(turns, at, end), tuple(names), number, num_media))
-        return made
+        return tuple(made)
 
     def _turns(self, row: Mapping[str, Any]) -> _Turns:
         messages = row["messages"]
@@ -183,7 +198,9 @@ class HeadReader:
         num_before = next((at for at, one in enumerate(messages) if one["role"] in _ANSWERS), len(messages))
         settings = (self._max_pixels, system, row.get("tools") or None, _given(row.get("chat_template_kwargs")))
         kinds = [kind for kind, values in listed.items() if values]
-        return _Turns(messages, texts, num_before, listed, kinds, settings, _given(row.get("objects")))
+        objects = _given(row.get("objects"))
+        # Not `_Turns(...)`, which takes twice as long, because every row of a run comes here.
+        return tuple.__new__(_Turns, (messages, texts, num_before, listed, kinds, settings, objects))
 
     def _why_alone(self, turns: _Turns) -> Alone | None:
         """Say why a row with media shares nothing; None if it can. Missing tags are added before its first text."""

@@ -55,7 +55,7 @@ _CAUSES = {
     Alone.AFTER_ANSWER: ("have a medium after an answer", "put all media of a conversation before its first answer"),
     Alone.OTHER_MEDIA: (
         "share some of their media only",
-        "give rows about one image the same media before all others, in the same order, with the same words between",
+        "give rows about one image the same media, in the same order and with the same words between them",
     ),
     Alone.MEDIA_NOT_DIVIDED: (
         "share some of their media only, and the family does not say how its pixels divide",

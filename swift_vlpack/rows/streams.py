@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch.utils.data import get_worker_info
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.shares import EVERYTHING, Share
-from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
+from swift_vlpack.rows.encoder import RowEncoder, Template
 from swift_vlpack.rows.patches import check_worker, no_worker
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.source import Row, RowSource
+from swift_vlpack.rows.to_encode import RowToEncode
 
 _END: Any = object()
 FARTHEST_ROW = 20_000
@@ -31,9 +32,19 @@ class StreamedRows:
     """
 
     def __init__(
-        self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False, seed: int = 0
+        self,
+        rows: Iterable[Row],
+        template: Template,
+        *,
+        name: str = "stream",
+        strict: bool = False,
+        seed: int = 0,
+        pixel_free: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Encode rows with this template. `seed` is used for all draws while rows are read and encoded."""
+        """Encode rows with this template. `seed` is used for all draws while rows are read and encoded.
+
+        `pixel_free` makes of a template one that encodes rows without pixels; without it, images are decoded.
+        """
         check_worker()
         self.rows = rows
         self.sources: tuple[RowSource, ...] = ()
@@ -42,6 +53,7 @@ class StreamedRows:
         self.name = name
         self.strict = strict
         self._seed = seed
+        self._pixel_free = pixel_free
 
     def __repr__(self) -> str:
         return f"<StreamedRows: {self.name}>"
@@ -93,18 +105,18 @@ class StreamedRows:
 
         A row that cannot be encoded is yielded as its error. Other rows before `start` are read but not encoded.
         """
-        for _, sample in self.rows_and_samples(epoch, share, start=start, held=held):
-            yield sample
+        return (row.sample() for row in self.rows_to_encode(epoch, share, start=start, held=held))
 
-    def rows_and_samples(
+    def rows_to_encode(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
-    ) -> Iterator[tuple[Row, Encoded | SampleError]]:
-        """Yield what `samples` yields, each with its row."""
+    ) -> Iterator[RowToEncode]:
+        """Yield the rows of the samples that `samples` yields."""
+        pixel_free = self._pixel_free and self.encoder.using(self._pixel_free(self.encoder.template))
         for index, row in enumerate(self.rows_of(epoch, share)):
             if index >= start or index in held:
-                with RandomStream(self._seed, epoch, self.name, share.row(index)):
-                    sample = sample_or_error(self._encode, row, SampleId(self.name, share.row(index)))
-                yield row, sample
+                number = share.row(index)
+                draws = (self._seed, epoch, self.name, number)
+                yield RowToEncode(row, SampleId(self.name, number), self.encoder, pixel_free, draws, self.strict)
 
     def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
         """Yield the share's rows of an epoch, not encoded, with the random numbers by which a loader shuffles."""
@@ -127,9 +139,6 @@ class StreamedRows:
         # The shard is another object, which may not inherit the stream's epoch.
         _set_epoch(shard, epoch)
         return _unsplit(shard)
-
-    def _encode(self, row: Row, sample_id: SampleId) -> Encoded:
-        return self.encoder.sample(row, sample_id, strict=self.strict)
 
 
 def _set_epoch(rows: Any, epoch: int) -> None:

@@ -16,6 +16,7 @@ from swift_vlpack.rows.prefixes import (
     FirstMedia,
     HeadReader,
     Prefix,
+    first_media_of,
     media_in_prefix,
     path_of,
     prefix_of,
@@ -97,9 +98,9 @@ def test_all_that_decides_the_tokens_through_the_medium_counts(kind):
 
 def beginnings(row, **options):
     """What a row begins with, as the head of a row that has no more media."""
-    reader = HeadReader(**options)
-    media = reader.head(row).media
-    return [(one.digest, tuple(media[at] for at in one.names)) for one in reader.first_media(row)]
+    found = head(row, **options)
+    assert tuple(first_media_of(b"".join(one.to_bytes() for one in found.first))) == found.first
+    return [(one.digest, tuple(one.of(found.media))) for one in found.first]
 
 
 def as_head(row, **options):
@@ -317,7 +318,7 @@ def test_prefix_ends_with_the_last_medium_that_is_shared():
         "labels": [NO_LABEL] * 14 + [A],
         "image_grid_thw": torch.tensor([[1, 1, n] for n in (2, 1, 3)]),
     }
-    first, two = (FirstMedia(b"", (0,), num, 3) for num in (1, 2))
+    first, two = (FirstMedia(b"", ((0, num),), num, 3) for num in (1, 2))
     assert prefix_of(sample, TOKENS, first) == Prefix(4, images=1, patches=2)
     assert prefix_of(sample, TOKENS, two) == Prefix(8, images=2, patches=3)
     assert prefix_of(sample, TOKENS) == Prefix(13)

@@ -1,5 +1,6 @@
 """Rows of a stream that begin alike become one unit while they wait for a pack, without a trainer."""
 
+import copy
 import random
 
 import pytest
@@ -7,14 +8,20 @@ import torch
 
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.joining import Waiting
+from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.units import SHARED
 from swift_vlpack.rows.beginnings import BeginningReader
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import PIXELS
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.prefixes import are_equal
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.shared import Alone
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.streams import StreamedRows
+from swift_vlpack.rows.to_encode import RowToEncode
 from tests.data_rows import image_row, sentence, text_row
-from tests.host.feed.test_streamed import buffered, contents, everything, progress_after, records
+from tests.host.feed.test_streamed import buffered, config, contents, everything, progress_after, records
 from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
@@ -145,9 +152,10 @@ def test_rows_with_other_pixels_never_join(template, tmp_path):
     rows = rows_about(tmp_path, 1, 2, num_texts=0)
     encoder = RowEncoder.of(template, packs_config(template, rows))
     reader = BeginningReader(encoder, 64)
-    first, second = (encoder.sample(row, SampleId("data", n)) for n, row in enumerate(rows))
-    begins = reader.of(rows[0], first)
-    assert begins[::2] == reader.of(rows[1], second)[::2], "the same key and media"
+    given = [RowToEncode(row, SampleId("data", n), encoder, None, (n,)) for n, row in enumerate(rows)]
+    first, second = (one.sample() for one in given)
+    begins = reader.of(given[0], first)
+    assert begins[::2] == reader.of(given[1], second)[::2], "the same key, media and head"
     changed = {**second, "pixel_values": second["pixel_values"].clone()}
     changed["pixel_values"][-1, -1] += 1
     for sample, joins in ((changed, False), (second, True)):
@@ -169,3 +177,70 @@ def test_state_whose_rows_no_longer_begin_alike_is_refused(template, tmp_path):
     again.restore(progress_after(full[: at + 1], 0))
     with pytest.raises(StateMismatch, match=r"(shared its first tokens|tokens when the state was saved)"):
         records(again)
+
+
+def undecoded(template, data, form, pixel_free, **options):
+    """Packs whose reader can encode branches by headers."""
+    if form == "sized":
+        rows = FusionCaptionDataset([RowSource(name="data", rows=data)], template, seed=5, pixel_free=pixel_free)
+    else:
+        rows = StreamedRows(data, template, name="data", pixel_free=pixel_free)
+    return list(StreamedPackingDataset(rows, template, config(**{**SHARE, **options}), seed=2))
+
+
+@pytest.fixture
+def encoded_whole(monkeypatch):
+    """The names of the rows that are encoded with their pixels."""
+    names, encode = [], RowToEncode.sample
+    monkeypatch.setattr(RowToEncode, "sample", lambda row: names.append(row.sample_id) or encode(row))
+    return names
+
+
+def changed(change):
+    """A function that makes a template of headers, which does something else with the rows that it encodes."""
+    from swift_vlpack.host.headers import branch_template
+
+    def make(template):
+        made = copy.copy(branch_template(template))
+        encode = made.encode
+        made.encode = lambda row, **options: change(encode(row, **options))
+        return made
+
+    return make
+
+
+def as_it_is(made):
+    return made
+
+
+def drawing(made):
+    random.random()
+    return made
+
+
+def wrong(made):
+    return {**made, "input_ids": [*made["input_ids"][:-1], 0]}
+
+
+@pytest.mark.parametrize("form", ["sized", "stream"])
+@pytest.mark.parametrize(
+    ("change", "num_whole"),
+    [
+        (as_it_is, 6 + 6 + 8),  # texts, the first row of each image, and rows that are compared
+        (drawing, 36),
+        (wrong, 36 + 1),  # one is compared, and then encoded whole
+    ],
+)
+def test_media_of_branches_are_decoded_only_where_headers_are_not_enough(
+    template, form, change, num_whole, tmp_path, encoded_whole
+):
+    """SHARE-14: the packs are those of rows that are all decoded, tensor by tensor."""
+    rows = rows_about(tmp_path, 6, 5)
+    expected = packed(template, rows, form, packing_buffer=50)
+    encoded_whole.clear()
+    packs = undecoded(template, rows, form, changed(change), packing_buffer=50)
+    assert len(encoded_whole) == num_whole
+    for one, other in zip(packs, expected, strict=True):
+        assert contents([one.record]) == contents([other.record])
+        assert one.record.shared == other.record.shared
+        assert are_equal([{**sample} for sample in one], [{**sample} for sample in other])

@@ -266,9 +266,9 @@ def test_pack_that_is_cut_within_a_unit_brings_the_shared_image_again(loaded, tm
     assert_trained_as_alone(loaded("Qwen2.5-VL"), rows, packs)
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-VL", *(pytest.param(name, marks=TELLING) for name in ("Qwen2-VL", "Qwen3-VL"))]
-)
+@pytest.mark.slow
+@pytest.mark.telling
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen2-VL", "Qwen3-VL"])
 def test_videos_and_images_are_divided_each_by_its_kind(name, loaded, tmp_path):
     """SHARE-6, SHARE-13: a shared video with an image after it, and a shared image with a video after it."""
     frames = [photo(tmp_path, f"f{n}", 112, 112, seed=n) for n in range(8)]

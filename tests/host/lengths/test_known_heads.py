@@ -66,6 +66,17 @@ def test_second_start_reads_no_row_but_those_that_may_have_changed(start, rows, 
     assert any(path.suffix == SUFFIX for path in of_source.files)
 
 
+def test_second_start_knows_what_rows_with_several_images_begin_with(start, tmp_path):
+    """SHARE-13, SHARE-48: also a row with an image after its first answer."""
+    a, b, c = (photo(tmp_path, name, 84, 112, seed=n) for n, name in enumerate("abc"))
+    later = {"messages": [*image_row([a])["messages"], *image_row([c])["messages"]], "images": [a, c]}
+    rows = [image_row([a, b], "one?"), image_row([a, c], "two?"), later, image_row([b, a, c]), text_row()]
+    cold, num_read = start(rows)
+    assert num_read == len(rows)
+    assert [bool(key) for key in cold[0]] == [True, True, True, False, False]
+    assert start(rows) == (cold, 0)
+
+
 def replaced_by_other_bytes(rows, folder):
     photo(folder, "a", 300, 200, seed=7)
 

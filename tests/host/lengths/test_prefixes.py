@@ -177,6 +177,25 @@ def rows_with_first_images_in_common(folder):
     ]
 
 
+FIRST_IN_COMMON = [[0, 1], [3, 4], [5, 6], [7, 8, 9]]
+"""The rows that share with each other."""
+
+
+def assert_own_media_are_those_after_the_prefix(template, found):
+    """In full encodings, with equal prefixes in each group."""
+    samples = [RowEncoder(template).sample(found.row(n), found.sample_id(n)) for n in range(len(found.rows))]
+    tokens = MediaTokens.of(template)
+    for members in groups_of([found]):
+        length = int(found.prefixes.length[members[0]])
+        for row in members:
+            assert have_same_prefix(samples[members[0]], samples[row], length, tokens)
+            spans = media_spans(samples[row], tokens)
+            after = [one for one in spans if one.start >= length]
+            images, patches = found.prefixes.own_media[:, row].tolist()
+            assert (len(after), sum(one.patches for one in after)) == (images, patches)
+            assert spans[-1 - len(after)].stop == length
+
+
 def groups_of(found):
     """The numbers of the rows that share, by their key, over all sources."""
     groups = {}
@@ -190,22 +209,12 @@ def test_rows_share_their_first_media_most_of_them_first(template, tmp_path):
     """SHARE-13: also with rows that share already, whose keys stay; images and patches of their own are counted."""
     rows = rows_with_first_images_in_common(tmp_path)
     (found,) = shared(template, [source(rows)], tmp_path / "cache")
-    assert groups_of([found]) == [[0, 1], [3, 4], [5, 6], [7, 8, 9]]
+    assert groups_of([found]) == FIRST_IN_COMMON
     assert found.prefixes.own_media[0].tolist() == [1, 1, 0, 1, 1, 0, 2, 1, 0, 0]
     (only_whole,) = shared(template, [source(rows[8:])], tmp_path / "whole")
     assert only_whole.prefixes.own_media is None
     assert only_whole.prefixes.key.tolist() == found.prefixes.key[8:].tolist()
-    samples = [RowEncoder(template).sample(found.row(n), found.sample_id(n)) for n in range(len(rows))]
-    tokens = MediaTokens.of(template)
-    for members in groups_of([found]):
-        length = int(found.prefixes.length[members[0]])
-        for row in members:
-            assert have_same_prefix(samples[members[0]], samples[row], length, tokens)
-            spans = media_spans(samples[row], tokens)
-            after = [one for one in spans if one.start >= length]
-            images, patches = found.prefixes.own_media[:, row].tolist()
-            assert (len(after), sum(one.patches for one in after)) == (images, patches)
-            assert spans[-1 - len(after)].stop == length
+    assert_own_media_are_those_after_the_prefix(template, found)
     assert [(one.cause, one.num_rows, one.example) for one in found.prefixes.alone] == [(Alone.OTHER_MEDIA, 1, 2)]
 
 
@@ -215,7 +224,7 @@ def test_sources_share_first_media_with_each_other_and_ranks_agree(template, tmp
     rows = rows_with_first_images_in_common(tmp_path)
     sources = [source(rows[:4], "one"), source(rows[4:], "two")]
     found = shared(template, sources, tmp_path / "cache")
-    assert groups_of(found) == [[0, 1], [3, 4], [5, 6], [7, 8, 9]]
+    assert groups_of(found) == FIRST_IN_COMMON
     encoded.clear()
     warm = shared(template, sources, tmp_path / "cache")
     assert not encoded
@@ -484,7 +493,7 @@ def test_branches_of_videos_have_all_but_their_frames(family, tiny, tmp_path, mo
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
 @pytest.mark.parametrize("name", ["GLM-4.1V", "InternVL (HF)"])
 def test_branches_of_other_families_have_all_but_their_pixels(name, tmp_path):
-    """SHARE-45"""
+    """SHARE-13, SHARE-45"""
     family = FAMILIES[name]
     (tmp_path / "model").mkdir()
     family.build(tmp_path / "model")
@@ -503,6 +512,10 @@ def test_branches_of_other_families_have_all_but_their_pixels(name, tmp_path):
         (found,) = shared(template, [source(rows)], tmp_path / "cache")
         assert found.prefixes.num_sharing == len(rows)
         assert_branches_equal_full_encodings(fused_rows(template, [found]))
+        rows = rows_with_first_images_in_common(tmp_path)
+        (found,) = shared(template, [source(rows)], tmp_path / "several")
+        assert groups_of([found]) == FIRST_IN_COMMON
+        assert_own_media_are_those_after_the_prefix(template, found)
 
 
 # -- a trainer of one's own --------------------------------------------------------------------------------------------
