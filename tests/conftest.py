@@ -183,9 +183,15 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return cache(lambda family: save_model(root / family, family, is_small=True))
 
 
-def loader_of(folder_of: Callable[[str], Path]) -> Callable[[str], Tiny]:
-    """Load the models of these folders, each once: fresh modes, shared weights."""
-    load = cache(lambda family: load_tiny(folder_of(family), family))
+@pytest.fixture(scope="session")
+def tiny(small_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
+    """A tiny model with its template, by ms-swift's own loading, with our attention; fresh modes, shared weights.
+
+    It has the small vocabulary, because a step computes logits of all tokens, and a start of the length pass reads all
+    tokens for its key.
+    """
+
+    load = cache(lambda family: load_tiny(small_folder(family), family))
 
     def fresh(family: str) -> Tiny:
         made = load(family)
@@ -195,12 +201,6 @@ def loader_of(folder_of: Callable[[str], Path]) -> Callable[[str], Tiny]:
         return made
 
     return fresh
-
-
-@pytest.fixture(scope="session")
-def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
-    """A tiny model with its template, by ms-swift's own loading, with our attention."""
-    return loader_of(tiny_folder)
 
 
 @pytest.fixture(scope="session")

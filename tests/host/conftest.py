@@ -6,14 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import loader_of
-
-
-@pytest.fixture(scope="session")
-def tiny(small_folder: Any) -> Any:
-    """With the small vocabulary: a step computes logits of all tokens, a start reads all of them for its key."""
-    return loader_of(small_folder)
-
 
 @pytest.fixture
 def template(request: pytest.FixtureRequest, tiny: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.loader import PackLoader
+from tests.marks import telling
 
 NUM_OBJECTS = 300_000
 PROGRAM = """import gc
@@ -70,7 +71,7 @@ def test_full_collection_in_a_worker_copies_nothing_of_the_process_that_forked_i
     assert max(grown) < 5
 
 
-@pytest.mark.parametrize(("program", "passes_over"), [("swift/cli/sft.py", True), ("notebook/cell.py", False)])
+@pytest.mark.parametrize(("program", "passes_over"), [("swift/cli/sft.py", True), telling("notebook/cell.py", False)])
 def test_collections_of_a_process_that_only_trains_pass_over_what_is_imported(program, passes_over, tmp_path):
     """TRAIN-28: from where the plugin is loaded; in a notebook a former model has to be collected."""
     file = tmp_path / program

@@ -128,7 +128,7 @@ def test_pack_is_loaded_without_it(num_threads, template, tmp_path, stuck, short
 
 
 class Clock:
-    """Time in which every look of the watch is 0.1 seconds after the one before; counts the looks."""
+    """Time in which every look of the watch is 0.01 seconds after the one before; counts the looks."""
 
     def __init__(self, share_of_work):
         self.share_of_work = share_of_work
@@ -136,10 +136,10 @@ class Clock:
 
     def monotonic(self):
         self.num_looks += 1
-        return 0.1 * self.num_looks
+        return 0.01 * self.num_looks
 
     def process_time(self):
-        return 0.1 * self.share_of_work * self.num_looks
+        return 0.01 * self.share_of_work * self.num_looks
 
 
 def ends_after(clock, num_looks):
@@ -161,12 +161,12 @@ def ends_after(clock, num_looks):
 def test_work_that_computes_or_comes_along_is_not_given_up(share_of_work, num_places, is_given_up, monkeypatch):
     """LEN-19: 30 looks, of which 10 are within the limit."""
     clock = Clock(share_of_work)
-    monkeypatch.setattr(watch, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "READ_SECONDS", 0.1)
     monkeypatch.setattr(watch, "_num_abandoned", 0)
     monkeypatch.setattr(watch, "time", clock)
     work, where = ends_after(clock, 30), lambda: clock.num_looks * num_places // 40
     if is_given_up:
-        with pytest.raises(ReadStuck, match="nothing was read for 1 seconds"):
+        with pytest.raises(ReadStuck, match=r"nothing was read for 0\.1 seconds"):
             watched(work, where)
         clock.num_looks = 30  # lets the abandoned thread end
     else:

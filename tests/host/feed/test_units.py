@@ -27,7 +27,6 @@ from tests.data_rows import image_row, sentence, text_row
 from tests.family_models import FAMILIES, load, own_ids
 from tests.images import photo
 from tests.marks import TELLING
-from tests.tiny import save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
 
@@ -51,17 +50,17 @@ def rows_about(folder, num_images, num_rows, seed=0):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
+def loaded(small_folder, tmp_path_factory):
     """A function that loads a family: the model, prepared for packs, and its template."""
     made, opened = {}, []
 
     def of(name):
         if name not in made:
-            folder = tmp_path_factory.mktemp("family")
             if name in TINY:
-                tiny = load_tiny(save_model(folder / "model", TINY[name]), TINY[name])
+                tiny = load_tiny(small_folder(TINY[name]), TINY[name])
                 made[name] = tiny.model, tiny.template
             else:
+                folder = tmp_path_factory.mktemp("family")
                 FAMILIES[name].build(folder)
                 opened.append(own_ids(folder, FAMILIES[name]))
                 opened[-1].__enter__()
