@@ -37,11 +37,7 @@ class Prefix:
     num_tokens: int
 
 
-NO_MEDIA = MediaTokens()
-"""The tokens of media where samples have no media after their prefix."""
-
-
-def marked(samples: Sequence[Encoded], shared: Sequence[int], tokens: MediaTokens = NO_MEDIA) -> list[Encoded]:
+def marked(samples: Sequence[Encoded], shared: Sequence[int], tokens: MediaTokens) -> list[Encoded]:
     """Mark samples of a pack; `shared` counts the tokens that each shares with the sample before it.
 
     A sample with media after its prefix, which `tokens` find, is marked with these, too (`IN_PREFIX`).
@@ -56,9 +52,7 @@ def marked(samples: Sequence[Encoded], shared: Sequence[int], tokens: MediaToken
     return made
 
 
-def as_planned(
-    samples: Sequence[Encoded | None], shared: Sequence[int], tokens: MediaTokens = NO_MEDIA
-) -> list[Encoded]:
+def as_planned(samples: Sequence[Encoded | None], shared: Sequence[int], tokens: MediaTokens) -> list[Encoded]:
     """Mark the samples of a planned pack that the reader of packs would join, because they share what was planned.
 
     None stands for a sample that cannot be encoded.

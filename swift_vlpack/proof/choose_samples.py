@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.packs import Packs
+from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.plan.epoch import EpochPlan, Where
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.proof.branches import PREFIX, as_planned
@@ -137,16 +138,17 @@ def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[
 
 def _units_of_stream(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
     """Return the shortest unit of each kind among the first samples of a stream."""
-    samples, shared = packs.preview_in_units(NUM_STREAMED)
     units: list[list[Encoded]] = []
-    for sample in as_planned(samples, shared):
+    for sample in as_planned(*packs.preview_in_units(NUM_STREAMED), MediaTokens.of(packs.template)):
         if PREFIX not in sample or not is_usable(sample):
             continue
         if not units or units[-1][-1][PREFIX] is not sample[PREFIX]:
             units.append([])
         units[-1].append(sample)
-    usable = sorted((unit[:_BRANCHES] for unit in units if len(unit) > 1), key=lambda unit: length_of(unit[0]))
-    return [of_kind[0] for of_kind in _grouped(usable, lambda unit: _kind_of_sample(unit[0]))]
+    # Rows with media of their own come first, so that they are among those that are taken.
+    few = [sorted(unit, key=lambda sample: IN_PREFIX not in sample)[:_BRANCHES] for unit in units if len(unit) > 1]
+    few.sort(key=lambda unit: length_of(unit[0]))
+    return [of_kind[0] for of_kind in _grouped(few, lambda unit: (_kind_of_sample(unit[-1]), IN_PREFIX in unit[0]))]
 
 
 def _tokens_of_two(lengths: NDArray[Any], shared: NDArray[Any], firsts: NDArray[Any]) -> NDArray[Any]:
@@ -174,7 +176,8 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
     """
     epoch = packs.epoch_plan
     if epoch is None:
-        filled = as_planned(*_filled(*packs.preview_in_units(NUM_STREAMED), packs.config.packing_length))
+        first = _filled(*packs.preview_in_units(NUM_STREAMED), packs.config.packing_length)
+        filled = as_planned(*first, MediaTokens.of(packs.template))
         return [filled] if filled else []
     plan = epoch.packs
     if not len(plan):

@@ -39,7 +39,7 @@ def units(tmp_path):
             rows = [image_row([image], ask, f"it is {ask}, and {number}") for ask in QUESTIONS[number:][:3]]
             samples = [encoder.sample(row, SampleId(f"image{number}", at), strict=True) for at, row in enumerate(rows)]
             prefix = media_spans(samples[0], tokens)[-1].stop
-            made += [as_planned(samples, (0, prefix, prefix))]
+            made += [as_planned(samples, (0, prefix, prefix), MediaTokens())]
             text = encoder.sample(
                 text_row(QUESTIONS[number], "nothing is known"), SampleId("text", number), strict=True
             )
@@ -159,11 +159,11 @@ def test_row_that_differs_is_whole_in_the_proof_as_in_the_run(proof_model, units
     num = one[PREFIX].num_tokens
     rows = [{name: value for name, value in row.items() if name != PREFIX} for row in (one, two, three)]
     rows[1] = {**rows[1], "pixel_values": rows[1]["pixel_values"] + 1}
-    planned = as_planned([*rows, None], (0, num, num, num))
+    planned = as_planned([*rows, None], (0, num, num, num), MediaTokens())
     assert [row["sample_id"] for row in planned] == [one["sample_id"], three["sample_id"], two["sample_id"]]
     assert shared_of(planned) == (0, num, 0)
     assert ["pixel_values" in row for row in as_trained(planned)] == [True, False, True]
-    assert shared_of(as_planned([None, *rows[1:]], (0, num, num))) == (0, 0), "other pixels, once more"
+    assert shared_of(as_planned([None, *rows[1:]], (0, num, num), MediaTokens())) == (0, 0), "other pixels, once more"
 
 
 # -- it is stopped ----------------------------------------------------------------------------------------------------
@@ -281,5 +281,5 @@ def stopped(broken, samples, cause, sequences=()):
 def test_marks_follow_what_a_record_says():
     """SHARE-63"""
     rows = text_samples(9, 9, 9, 9)
-    assert shared_of(marked(rows, (0, 5, 0, 3))) == (0, 5, 0, 3)
-    assert marked(rows, ()) == rows
+    assert shared_of(marked(rows, (0, 5, 0, 3), MediaTokens())) == (0, 5, 0, 3)
+    assert marked(rows, (), MediaTokens()) == rows
