@@ -42,28 +42,46 @@ def packs_of(output, last_step=None):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_two_ranks_are_killed_and_one_goes_on(small_folder, dataset, tmp_path):
-    """SHARE-10: every row of both epochs is trained once, by two ranks and then by one."""
+@pytest.mark.parametrize(
+    ("num_ranks_then", "more"),
+    [
+        pytest.param(1, {"num_train_epochs": 2}, id="plan"),
+        pytest.param(2, {"streaming": "true", "max_steps": 200, "dataloader_num_workers": 1}, id="stream"),
+    ],
+)
+def test_two_ranks_are_killed_and_others_go_on(num_ranks_then, more, small_folder, dataset, tmp_path):
+    """SHARE-10 SHARE-11: every row of both epochs is trained once, before and after; some share in both."""
 
-    def flags(output, **more):
+    def flags(output, **of_run):
         return argv(
             small_folder(FAMILY), FAMILY, output, dataset=dataset, external_plugins=[SMALL_VOCABULARY],
             **{
-                "packing": "true", "split_dataset_ratio": 0, "num_train_epochs": 2, "save_strategy": "steps",
-                "save_steps": 1, "save_total_limit": 3, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, **more,
+                "packing": "true", "split_dataset_ratio": 0, "save_strategy": "steps", "save_steps": 1,
+                "save_total_limit": 3, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, **more, **of_run,
             },
         )  # fmt: skip
 
-    first = Run(flags(tmp_path / "two"), tmp_path / "two.txt", num_ranks=2, **ENVIRONMENT)
-    first.until(lambda: bool(done := trained(tmp_path / "two")) and done[-1]["step"] >= 3)
+    def is_past(output, step):
+        return bool(done := trained(output)) and done[-1]["step"] >= step
+
+    first = Run(flags(tmp_path / "first"), tmp_path / "first.txt", num_ranks=2, **ENVIRONMENT)
+    first.until(lambda: is_past(tmp_path / "first", 3))
     first.end()
     first.wait()
-    checkpoint = last_complete(tmp_path / "two")
+    checkpoint = last_complete(tmp_path / "first")
     again = Run(
-        flags(tmp_path / "one", resume_from_checkpoint=checkpoint), tmp_path / "one.txt", num_ranks=1, **ENVIRONMENT
-    )
-    assert again.wait() == 0, again.output[-3000:]
-    lines = [*packs_of(tmp_path / "two", step_of(checkpoint)), *packs_of(tmp_path / "one")]
-    trained_rows = Counter(row for line in lines for row in line["ids"])
-    assert set(trained_rows.values()) == {2}
-    assert len(trained_rows) == NUM_IMAGES * ROWS_AN_IMAGE
+        flags(tmp_path / "then", resume_from_checkpoint=checkpoint), tmp_path / "then.txt", num_ranks=num_ranks_then,
+        **ENVIRONMENT,
+    )  # fmt: skip
+    if "max_steps" in more:
+        again.until(lambda: (tmp_path / "then" / "vlpack" / "epoch_1.json").is_file())
+        again.end()
+        again.wait()
+    else:
+        assert again.wait() == 0, again.output[-3000:]
+    before, after = packs_of(tmp_path / "first", step_of(checkpoint)), packs_of(tmp_path / "then")
+    for epoch in (0, 1):
+        rows = Counter(row for line in (*before, *after) if line["epoch"] == epoch for row in line["ids"])
+        assert set(rows.values()) == {1}
+        assert len(rows) == NUM_IMAGES * ROWS_AN_IMAGE
+    assert all(any(line.get("shared") for line in lines) for lines in (before, after))
