@@ -79,10 +79,12 @@ class BranchEncoder:
         branch = row.branch()
         if branch is None or self._num_compared == _NUM_COMPARED:
             return branch
-        self._num_compared += 1
         whole = row.sample()
-        self.can_be_encoded = isinstance(whole, dict) and are_equal(without_pixels(whole), branch)
-        return whole if isinstance(whole, dict) and self.can_be_encoded else None
+        if isinstance(whole, SampleError):
+            return None
+        self._num_compared += 1
+        self.can_be_encoded = are_equal(without_pixels(whole), branch)
+        return whole if self.can_be_encoded else None
 
 
 class Waiting:
@@ -209,9 +211,10 @@ class Waiting:
             held.why_alone = begins.cause
         for item in set().union(*(self._by_medium.get(medium, ()) for medium in begins.media)):
             other = self._held[item]
-            # With a key in common they do not fit together: a pack or a unit would be too long. That is no fault of
-            # theirs.
             if begins.prefixes.keys() & other.beginning.prefixes.keys():
+                # They do not fit together. That is no fault of theirs, unless one of them fits with none.
+                if held.lengths[0] >= self._capacity:
+                    held.why_alone = Alone.TOO_LONG
                 continue
             differ = Alone.OTHER_TOKENS if other.beginning.media == begins.media else Alone.OTHER_MEDIA
             for one in (held, other):

@@ -140,11 +140,13 @@ def test_rows_that_stay_alone_are_named_with_their_cause(template, tmp_path):
         late,
         image_row([two, one], "which one", "the first"),
         image_row([three], "what colour", "green"),
+        image_row([three], "describe it", "word " * 400),
     ]
-    (pack,) = packed(template, rows, packing_length=2000)
-    assert not any(pack.record.shared)
-    named = {key.row: cause for key, cause in pack.record.alone}
-    assert named == {0: Alone.OTHER_TOKENS, 1: Alone.OTHER_TOKENS, 2: Alone.AFTER_ANSWER, 3: Alone.OTHER_MEDIA}
+    packs = packed(template, rows, packing_length=400)
+    assert not any(any(pack.record.shared) for pack in packs)
+    named = {key.row: cause for pack in packs for key, cause in pack.record.alone}
+    others = {0: Alone.OTHER_TOKENS, 1: Alone.OTHER_TOKENS, 2: Alone.AFTER_ANSWER, 3: Alone.OTHER_MEDIA}
+    assert named == {**others, 5: Alone.TOO_LONG}
 
 
 def test_rows_with_other_pixels_never_join(template, tmp_path):
