@@ -51,8 +51,8 @@ PROGRESS = {
         }
     ],
 }
-"""The shape of a rank's saved state; the packer checks its own part. A worker in which samples share prefixes has
-`units`, too."""
+"""The shape of a rank's saved state; the packer checks its own part. A worker in which samples share prefixes also has
+`units`."""
 _UNITS = [[(Whole(), Whole(1))]]
 """The shape of `units`: for each unit, the number and the length of each of its rows."""
 
@@ -97,7 +97,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
 
     def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
-        """Return the first samples of epoch 0, those that begin alike as neighbours, and what each shares so."""
+        """Do as `Packs.preview_in_units`, with the first samples of epoch 0, joined without limits."""
         if not self.config.shares_media:
             return super().preview_in_units(num_samples)
         reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
@@ -186,7 +186,7 @@ class _Buffer:
         (number, part)          a part of a row
         (number, *span)         a part under the strategy `window`, where the row alone does not determine its parts
 
-    Under `packing_share=media` whole rows that begin alike are one item, with the id of the first.
+    Under `packing_share=media`, whole rows that begin alike are one item, with the id of the first row.
     """
 
     def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int, encoder: RowEncoder) -> None:
@@ -199,7 +199,7 @@ class _Buffer:
         self._beginnings = reader
         self._waiting = Waiting(config, MediaTokens() if reader is None else reader.tokens)
         self._units: dict[ItemId, list[Item]] = {}
-        """The rows of each saved unit alone, by its item, before they are encoded again."""
+        """The saved rows of each unit by its item, each with its size alone; empty once they are encoded again."""
         self._branches = BranchEncoder()
         self._ready: deque[tuple[Item, ...]] = deque()
         self._left_out: list[LeftOut] = []
@@ -263,7 +263,7 @@ class _Buffer:
         return sorted(items, key=lambda item: _row_of(item.id))
 
     def _held_rows(self) -> dict[int, list[Item]]:
-        """Group the waiting samples, each alone, by their rows, in the order in which the rows are read again."""
+        """Group the waiting samples by row number, in the order in which rows are read again. Units are taken apart."""
         rows: dict[int, list[Item]] = {}
         for item in self._held_items():
             for one in self._units.get(item.id, [item]):
@@ -318,14 +318,14 @@ class _Buffer:
                 self._ready += [pack.items for pack in self._place(key, sample, self._beginning(given, row, key))]
 
     def _join_undecoded(self, number: int, given: RowToEncode) -> tuple[ItemId, Size] | None:
-        """Let a row join another one that has its media, without decoding them; None if it has to be encoded whole."""
+        """Let a row join a waiting row without decoding its media. None: the caller must encode the row whole."""
         if self._beginnings is None or self._cutter is not None or not self._branches.can_be_encoded:
             return None
         head = self._beginnings.head(given)
         return self._waiting.join_undecoded(number, head, lambda: self._branches.of(given), self._packer.fits)
 
     def _place(self, key: ItemId, sample: Encoded, beginning: Beginning) -> list[Pack]:
-        """Let a sample join others that begin alike, or wait by itself. Returns the packs that are ready."""
+        """Let a sample join samples that begin alike, or wait by itself. Returns the packs that are ready."""
         joined = self._waiting.join(key, sample, beginning, self._packer.fits)
         if joined is not None:
             return self._packer.join(*joined)
