@@ -33,7 +33,7 @@ from swift_vlpack.rows.to_encode import RowToEncode
 
 NOTHING_SHARED = Beginning()
 _NUM_COMPARED = 8
-"""First rows of a reader that are encoded both ways. Each costs a full encoding, and a wrong rule shows in most rows."""
+"""First rows of a reader that are encoded both ways. Each costs a full encoding; a wrong rule shows in most rows."""
 Fits = Callable[[ItemId, Size], bool]
 
 
@@ -132,7 +132,7 @@ class Waiting:
     def join_undecoded(
         self, key: ItemId, head: bytes, encode: Callable[[], Encoded | None], fits: Fits
     ) -> tuple[ItemId, Size] | None:
-        """Do the same as `join` for a row that is not encoded yet. Calls `encode` only if an item with its head waits."""
+        """Do as `join` for a row that is not encoded yet. Calls `encode` only if an item with the same head waits."""
         items = [item for item in self._by_head.get(head, ()) if len(self._held[item].ids) < self._most]
         if not items:
             return None

@@ -97,7 +97,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
 
     def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
-        """Do as `Packs.preview_in_units`, with the first samples of epoch 0, joined without limits."""
+        """Do as `Packs.preview_in_units`, with samples of epoch 0, joined as if packs had no capacity."""
         if not self.config.shares_media:
             return super().preview_in_units(num_samples)
         reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)

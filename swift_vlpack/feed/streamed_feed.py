@@ -163,7 +163,7 @@ class StreamedFeed(Feed):
             if cause not in self._has_named:
                 self._has_named.add(cause)
                 logger.warning(
-                    "%s: trained alone: rows %s; %s. Rows like it are counted at the end of the epoch",
+                    "%s: trained alone, as rows %s; %s. Further rows like it are counted at the end of the epoch",
                     sample_id, cause.text, cause.way_out,
                 )  # fmt: skip
 

@@ -105,7 +105,7 @@ class UnitsOfPack:
         self.open = None
 
     def lacks_pixels(self, sample: Encoded, prefix: int) -> bool:
-        """Tell whether a sample that was encoded without pixels must be encoded whole, because it cannot join the unit."""
+        """Tell whether a sample without pixels must be encoded whole, because it cannot join the open unit."""
         if self.open is None or has_media_after(sample, prefix, self._tokens):
             return True
         return why_apart(sample, self.open) is not None

@@ -81,7 +81,7 @@ class KnownHeads:
         return hashlib.blake2b(blocks.layout() + b"".join(in_order), digest_size=16).digest()
 
     def load(self) -> Heads | None:
-        """Return the saved heads with the present states of their files; None if not valid. All ranks must call this."""
+        """Return valid saved heads with the present states of their files, or None. All ranks must call this."""
         if self._blocks is None:
             return None
         saved = self._comm.results_of_all(lambda: self._read() if self._comm.rank == 0 else None)[0]
