@@ -70,10 +70,11 @@ def check_ready(template: Any, *, needs_model: bool) -> None:
 
 
 def refuse_flat_attention(model: Any) -> None:
-    """Refuse a model whose attention does not know prefixes that rows share. `None` is no model yet.
+    """Refuse a model whose attention does not know shared prefixes. `None` (no model yet) passes.
 
     Raises:
-        ConfigError: The attention reads where samples end, and would take a prefix and its branches for one sample.
+        ConfigError: The attention knows only where samples end, and would take a prefix and its branches for one
+            sample.
     """
     if model is None or (name := attention.name_of(unwrapped(model).config)) == attention.NAME:
         return

@@ -1,9 +1,9 @@
 """`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
 
-Packed and padded training are measured by a process each, so that each has its own memory. Under
-`packing_batch=samples` so are the padded batches without their padding, and under `packing_share=media` packs in which
-no rows share. The processes are this command line again, with `--phase`: `bench_run` measures, and prints JSON. This
-module starts them, and puts their numbers together with advice.
+A process each measures packed and padded training, so that each has its own memory. Under `packing_batch=samples` one
+more process measures padded batches without their padding, and under `packing_share=media` one more measures packs in
+which no rows share. Each process is this command line again, with `--phase`: `bench_run` measures, and prints JSON.
+This module starts the processes, and puts their numbers together with advice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _beside(argv: Sequence[str], phase: str, *, tokens_of_pack: int) -> dict[str, Any]:
-    """Measure another way to train, or say why it could not be: padded batches may be what does not fit."""
+    """Measure another way to train, or return why that failed: padded batches may not fit into memory, for example."""
     try:
         return measured_apart(argv, phase, tokens_of_pack=tokens_of_pack)
     except PhaseFailed as error:
@@ -111,7 +111,7 @@ def bench_report(
     *,
     seconds: float,
 ) -> dict[str, Any]:
-    """Put the numbers of the phases together, with their ratios and advice. The last two need not be measured."""
+    """Put the numbers of the phases together, with ratios and advice. `padding_free` and `unshared` are optional."""
     given = {"packed": packed, "unshared": unshared, "padded": padded, "padding_free": padding_free}
     phases = {phase: found for phase, found in given.items() if found is not None}
     training = {phase: _training(found) for phase, found in phases.items()}
@@ -134,7 +134,7 @@ def bench_report(
 def _ratio(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
     """Return the tokens a second of one phase over those of another; None if one was not measured.
 
-    They are the tokens of the rows alone: rows that share a prefix train all of its tokens, and compute it once.
+    Counts the tokens of the rows alone, because rows that share a prefix are all trained on it, but compute it once.
     """
     speeds = [alone_per_second(phase["measurements"]) for phase in (one, other)]
     if not all(speeds):

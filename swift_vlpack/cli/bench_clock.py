@@ -19,7 +19,7 @@ NUM_WARM = 2
 MOST_PADDED = 64
 """Most padded batches in one measurement, if they have fewer tokens than a pack."""
 _MEASURED = ("seconds", "between", "tokens", "samples", "patches", "tokens_alone")
-"""What is added up over the batches of a measurement: two times, then what `sizes_of` counts."""
+"""Names of the sums over the batches of a measurement: two times, then the four counts of `sizes_of`."""
 
 
 class Laps:
@@ -98,14 +98,14 @@ class StepTimer:
         return time.perf_counter()
 
     def measured(self) -> list[dict[str, float]]:
-        """Return every measurement: seconds in and between steps, the sizes of its batches, and how many they are."""
+        """Return every measurement: seconds in and between steps, the sums of `sizes_of`, and the number of batches."""
         return [{name: round(value, 5) for name, value in block.items()} for block in self._blocks]
 
 
 def sizes_of(inputs: Any) -> tuple[int, int, int, int]:
-    """Count tokens without padding, samples, patches and tokens of the rows alone of a batch, packed or not.
+    """Count tokens without padding, samples, patches, and tokens of the rows alone, in a batch, packed or not.
 
-    If rows share a prefix, the tokens of the rows alone are more: each row has the prefix again.
+    If rows share a prefix, the last number is larger than the first: it counts the prefix for each row.
     """
     grids = [inputs[name] for name in ("image_grid_thw", "video_grid_thw") if inputs.get(name) is not None]
     patches = sum(int(grid.prod(-1).sum()) for grid in grids)

@@ -48,7 +48,7 @@ def speed_of(measurements: Sequence[Mapping[str, float]]) -> Speed | None:
 
 
 def alone_per_second(measurements: Sequence[Mapping[str, float]]) -> float:
-    """Return the median of the tokens a second of the rows alone, shared prefixes in each row; 0 if none were measured.
+    """Return the median of tokens a second, with a shared prefix counted for each row; 0 without measurements.
 
     >>> alone_per_second([{"tokens": 300, "tokens_alone": 800, "seconds": 2.0}, {"tokens": 300, "seconds": 1.0}])
     350.0
@@ -108,7 +108,7 @@ def _on_sharing(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if ratio is not None and ratio <= 1.0:
         yield (
             "leave packing_share out, unless `vlpack plan` says that more of all rows share than of these",
-            f"with it training takes {ratio:.2f} times as many tokens of rows a second",
+            f"with packing_share=media the run trains {ratio:.2f} times as many tokens of the rows a second",
         )
 
 

@@ -1,7 +1,7 @@
 """Measure one phase of `vlpack bench`, in a process that measures nothing else.
 
 `packed`: the length pass on some rows of every source, the loader with several numbers of workers, and training of
-packs. `unshared`: training of packs of the same rows, of which none share a prefix. `padded`: the same rows as ms-swift
+packs. `unshared`: training of packs of the same rows, none of which share a prefix. `padded`: the same rows as ms-swift
 trains them un-packed. `padding_free`: the same batches without padding, by ms-swift's own collator and the attention of
 the packed run. Every part ends after a given time.
 """
@@ -40,7 +40,7 @@ from swift_vlpack.rows.source import RowSource
 
 PACKED, UNSHARED, PADDING_FREE = "packed", "unshared", "padding_free"
 ROWS_TOGETHER = 50
-"""Rows that are taken next to each other from files whose rows share images: rows of one image often are."""
+"""Neighbours that are taken together if rows share images, because rows of one image often follow one another."""
 NOTHING_BETWEEN = (
     *("--save_strategy", "no", "--eval_strategy", "no"),
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
@@ -121,7 +121,7 @@ def _unpacked_data(run: TrainableRun, args: argparse.Namespace, config: PackingC
 
 
 def _measure_packed(args: argparse.Namespace, found: dict[str, Any], laps: Laps, trainer: Any) -> None:
-    """Measure the loader while nothing else runs, then the rest of a start, then training; of `unshared`, training."""
+    """Measure the loader alone, then the rest of a start, then training. For `unshared`, measure only training."""
     laps("trainer")
     is_whole = args.phase == PACKED
     if is_whole:
@@ -192,7 +192,7 @@ def workers_to_try(cores: int) -> list[int]:
 
 
 def _unshared(config: PackingConfig) -> PackingConfig:
-    """Return the options of the same run in which no rows share a prefix."""
+    """Return the same options without sharing."""
     usual = PackingConfig(packing_length=config.packing_length)
     names = ("packing_share", "packing_share_max", "packing_share_min")
     return replace(config, **{name: getattr(usual, name) for name in names})
@@ -203,7 +203,7 @@ def _together(config: PackingConfig) -> int:
 
 
 def some_of(source: RowSource, num_rows: int, *, together: int = 1) -> RowSource:
-    """Take rows from all over a source, because files are often sorted; `together` rows that are next to each other."""
+    """Take rows from all over a source, because files are often sorted, in groups of `together` neighbours."""
     if len(source.rows) <= num_rows:
         return source
     firsts = np.linspace(0, max(0, len(source.rows) - together), -(-num_rows // together)).astype(np.int64)

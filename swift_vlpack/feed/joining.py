@@ -1,10 +1,10 @@
-"""Hold the encoded rows of a stream that wait for a pack, and join those that begin alike into units.
+"""Hold the encoded rows of a stream that wait for a pack, and join rows that begin alike into units.
 
     row 7 with an image  ->  waits
     row 9 with the same  ->  joins row 7, if both fit into a pack: one unit, one item of the packer
 
-A row finds others by the keys of its `Beginning`, those with most media in common first. Before it joins, its tokens,
-types, pixels and grids are compared with theirs, so a unit of a stream never comes apart later.
+A row finds other rows by the keys of its `Beginning`, which has the keys of most media first. Before a row joins, its
+tokens, types, grids and decoded pixels are compared, so a unit of a stream never comes apart later.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from swift_vlpack.rows.to_encode import RowToEncode
 
 NOTHING_SHARED = Beginning()
 _NUM_COMPARED = 8
+"""First rows of a reader that are encoded both ways. Each costs a full encoding; a wrong rule shows in most rows."""
 Fits = Callable[[ItemId, Size], bool]
 
 
 @dataclass(slots=True)
 class Held:
-    """What one item of the packer stands for: a sample, or a unit of several."""
+    """The samples of one item of the packer: a single sample, or a unit of several."""
 
     unit: Unit
     ids: list[ItemId]
-    """The ids of its samples, in the order in which they came. The first is that of the item."""
+    """The ids of the samples, in the order in which they came. The first is also the id of the item."""
     lengths: list[int]
     """The tokens of each sample alone."""
     beginning: Beginning = NOTHING_SHARED
     why_alone: Alone = Alone.NOTHING_SHARED
-    """Why a sample is by itself although another one that waited with it has its medium."""
+    """The cause if the sample is alone although another waiting sample has its medium."""
     errors: list[SampleError] = field(default_factory=list)
-    """Samples that could be encoded before the run was interrupted, but not now."""
+    """Errors of samples that could be encoded before the run was interrupted, but not now."""
 
     @property
     def alone(self) -> list[tuple[SampleId, Alone]]:
-        """Return the sample and why it is by itself, if another one has its medium."""
+        """Return the sample with its cause, if it is alone although another sample has its medium; else nothing."""
         if not self.why_alone or len(self.ids) > 1:
             return []
         return [(sample["sample_id"], self.why_alone) for sample in self.unit.samples]
@@ -64,18 +65,18 @@ class Held:
 
 
 class BranchEncoder:
-    """Encodes rows whose media others bring, without decoding these, once it is known that this is right.
+    """Encodes rows without decoding their media, because a waiting row brings the pixels.
 
-    The first `_NUM_COMPARED` rows are encoded whole as well, and compared.
+    The first `_NUM_COMPARED` rows are also encoded whole, and compared.
     """
 
     def __init__(self) -> None:
         self.can_be_encoded = True
-        """False after a row was encoded in another way than whole."""
+        """False once a branch differed from its whole encoding."""
         self._num_compared = 0
 
     def of(self, row: RowToEncode) -> Encoded | None:
-        """Return a row without its pixels, or whole while it is still compared; None if it has to be encoded whole."""
+        """Encode a row without its pixels, or whole while rows are compared. None: the caller must encode it whole."""
         branch = row.branch()
         if branch is None or self._num_compared == _NUM_COMPARED:
             return branch
@@ -88,10 +89,10 @@ class BranchEncoder:
 
 
 class Waiting:
-    """The samples of a reader that wait for a pack, by the items of its packer."""
+    """Holds the samples of a reader that wait for a pack, by the items of the packer."""
 
     def __init__(self, config: PackingConfig, tokens: MediaTokens) -> None:
-        """Take the tokens by which media after a prefix are found."""
+        """Read the limits of a unit from the options. `tokens` tell media from text."""
         self._tokens = tokens
         self._most = config.packing_share_max
         self._capacity = config.packing_length
@@ -99,31 +100,33 @@ class Waiting:
         self._by_key: dict[bytes, list[ItemId]] = {}
         self._by_head: dict[bytes, list[ItemId]] = {}
         self._by_medium: dict[bytes, list[ItemId]] = {}
+        self._refused: ItemId | None = None
+        """The sample that was refused last: it has the key of another one with room for it, but differs."""
 
     def __getitem__(self, key: ItemId) -> Held:
         return self._held[key]
 
     @property
     def held(self) -> Collection[Held]:
-        """Return what all items stand for."""
+        """Return the samples and units of all items."""
         return self._held.values()
 
     @property
     def units(self) -> list[Held]:
-        """Return what stands for several samples."""
+        """Return the items with several samples."""
         return [held for held in self._held.values() if len(held.ids) > 1]
 
     def add(self, key: ItemId, sample: Encoded, beginning: Beginning) -> None:
-        """Let a sample wait; others may join it."""
+        """Let a sample wait by itself; later samples may join it."""
         held = Held(Unit([sample]), [key], [int(sample["length"])], beginning)
-        self._say_why_alone(held)
+        self._say_why_alone(held, is_refused=self._refused == key)
         self._hold(key, held)
 
     def join(self, key: ItemId, sample: Encoded, beginning: Beginning, fits: Fits) -> tuple[ItemId, Size] | None:
-        """Let a sample join others that begin alike: the first of these items with room for it.
+        """Let a sample join the first item that begins alike and has room.
 
-        `fits` tells whether an item can take so much more. Returns the item and what the sample adds to it. Returns
-        None if the sample has to wait by itself.
+        `fits` tells whether an item can grow by a size. Returns the item and the size that the sample adds to it, or
+        None if the sample joins no item.
         """
         for digest, counted in beginning.prefixes.items():
             if (items := self._by_key.get(digest)) and (joined := self._joined(items, key, sample, counted(), fits)):
@@ -133,7 +136,7 @@ class Waiting:
     def join_undecoded(
         self, key: ItemId, head: bytes, encode: Callable[[], Encoded | None], fits: Fits
     ) -> tuple[ItemId, Size] | None:
-        """Do the same for a row that is not encoded yet: `encode` is called if another row with its head waits."""
+        """Do as `join` for a row that is not encoded yet. Calls `encode` only if an item with the same head waits."""
         items = [item for item in self._by_head.get(head, ()) if len(self._held[item].ids) < self._most]
         if not items:
             return None
@@ -142,7 +145,7 @@ class Waiting:
         # A branch has at least one token of its own.
         if not any(fits(item, Size(1)) for item in items) or (sample := encode()) is None:
             return None
-        if has_media_after(sample, prefix.length, self._tokens):  # its own media have to be decoded
+        if has_media_after(sample, prefix.length, self._tokens):  # media after the prefix have to be decoded
             return None
         return self._joined(items, key, sample, prefix, fits)
 
@@ -155,25 +158,32 @@ class Waiting:
         own = own_size(sample, prefix, self._tokens)
         for item in items:
             held = self._held[item]
-            if len(held.ids) < self._most and fits(item, own) and _branches(held, sample, prefix, self._tokens):
+            if len(held.ids) >= self._most or held.unit.prefix not in (0, prefix.length) or not fits(item, own):
+                continue
+            if _branches(held, sample, prefix, self._tokens):
                 held.ids.append(key)
                 held.lengths.append(length)
                 return item, own
+            self._refused = key
         return None
 
-    def restore(self, items: Sequence[Item], samples: Iterable[tuple[Encoded | SampleError, Beginning]]) -> None:
-        """Hold samples that were encoded again; `items` has them alone, as they were saved.
+    def restore(
+        self, items: Sequence[Item], samples: Iterable[tuple[Encoded | SampleError, Beginning]], why_alone: Alone
+    ) -> None:
+        """Hold the samples of one saved item, encoded again. `items` has the saved size of each sample alone.
 
-        Raises `StateMismatch` if they do not begin alike now.
+        Raises:
+            StateMismatch: The samples no longer begin alike.
         """
-        held = Held(Unit([]), [item.id for item in items], [item.length for item in items])
+        ids, lengths = [item.id for item in items], [item.length for item in items]
+        held = Held(Unit([]), ids, lengths, why_alone=why_alone)
         for sample, beginning in samples:
             if isinstance(sample, SampleError):
                 held.errors.append(sample)
             elif not held.unit.samples:
                 held.unit, held.beginning = Unit([sample]), beginning
             elif not any(
-                _branches(held, sample, counted(), self._tokens)
+                held.unit.prefix in (0, counted().length) and _branches(held, sample, counted(), self._tokens)
                 for digest, counted in beginning.prefixes.items()
                 if digest in held.beginning.prefixes
             ):
@@ -185,7 +195,7 @@ class Waiting:
         self._hold(items[0].id, held)
 
     def take(self, item: ItemId) -> Held:
-        """Return what an item stands for, and forget it."""
+        """Remove an item, and return its samples."""
         held = self._held.pop(item)
         for places, digest in self._places(held.beginning):
             places[digest].remove(item)
@@ -199,22 +209,21 @@ class Waiting:
             places.setdefault(digest, []).append(item)
 
     def _places(self, begins: Beginning) -> list[tuple[dict[bytes, list[ItemId]], bytes]]:
-        """Return where an item that begins so is found: by its keys, its head, and each of its media."""
+        """Return every index and key under which an item is found: by prefix, by head, and by each medium."""
         places = [(self._by_medium, medium) for medium in set(begins.media)]
         places += [(self._by_key, digest) for digest in begins.prefixes]
         return places + ([(self._by_head, begins.head)] if begins.head else [])
 
-    def _say_why_alone(self, held: Held) -> None:
-        """Keep why a sample joins no other that has its medium, and why these do not join it."""
-        begins = held.beginning
-        if begins.cause is Alone.FAMILY_UNKNOWN:  # which medium is whose is not known
-            held.why_alone = begins.cause
+    def _say_why_alone(self, held: Held, *, is_refused: bool) -> None:
+        """Note why a sample does not join waiting samples with its medium. Notes the cause in these samples, too."""
+        begins, is_too_long = held.beginning, held.lengths[0] >= self._capacity
         for item in set().union(*(self._by_medium.get(medium, ()) for medium in begins.media)):
             other = self._held[item]
             if begins.prefixes.keys() & other.beginning.prefixes.keys():
-                # They do not fit together. That is no fault of theirs, unless one of them fits with none.
-                if held.lengths[0] >= self._capacity:
-                    held.why_alone = Alone.TOO_LONG
+                # They could share. If neither is the cause, the pack or the unit would be too long, which nobody can
+                # mend.
+                why = Alone.TOO_LONG if is_too_long else Alone.DIFFERS if is_refused else Alone.NOTHING_SHARED
+                held.why_alone = held.why_alone or why
                 continue
             differ = Alone.OTHER_TOKENS if other.beginning.media == begins.media else Alone.OTHER_MEDIA
             for one in (held, other):
@@ -222,7 +231,7 @@ class Waiting:
 
 
 def own_size(sample: Encoded, prefix: Prefix, tokens: MediaTokens) -> Size:
-    """Return what a sample adds to a unit with this prefix."""
+    """Return the size that a sample adds to a unit with this prefix."""
     size = size_of(sample)
     num_own = size.length - prefix.length
     if not has_media_after(sample, prefix.length, tokens):
@@ -231,12 +240,10 @@ def own_size(sample: Encoded, prefix: Prefix, tokens: MediaTokens) -> Size:
 
 
 def _branches(held: Held, sample: Encoded, prefix: Prefix, tokens: MediaTokens) -> bool:
-    """Let a sample become a branch of a unit, unless it does not begin like the unit. Returns whether it has."""
+    """Make a sample a branch of a unit if it begins like the unit. Returns True if it is a branch now."""
     unit = held.unit
-    if unit.prefix not in (0, prefix.length):
-        return False
     try:
-        if not unit.prefix:  # the first branch: only now is the prefix known
+        if not unit.prefix:  # this is the first branch, which decides the prefix
             first = unit.samples[0]
             if not prefix.length or why_no_prefix(first, prefix.length) is not None:
                 return False

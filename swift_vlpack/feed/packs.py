@@ -69,7 +69,10 @@ class Packs:
         raise NotImplementedError
 
     def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
-        """Return the first samples, those that begin alike as neighbours, and the tokens each shares with the last."""
+        """Return the first samples, and for each the number of tokens it shares with the sample before it in the list.
+
+        Samples that begin alike are neighbours.
+        """
         samples = list(self.preview(num_samples))
         return samples, [0] * len(samples)
 
@@ -115,8 +118,8 @@ def packed_samples(  # noqa: PLR0913 - the samples, then what the record says of
 ) -> PackedSamples:
     """Make a pack of samples, with the record that tells the trainer and the counts what is in it.
 
-    `num_apart` counts the samples that were planned to share a prefix but were encoded apart. `alone` names those of a
-    stream that are alone although others had their media.
+    `num_apart` counts the samples that were planned to share a prefix but did not once encoded. `alone` names samples
+    of a stream that share nothing although another waiting sample has their medium, each with its cause.
     """
     sizes = [size_of(sample) for sample in samples]
     shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)
@@ -137,7 +140,7 @@ def packed_samples(  # noqa: PLR0913 - the samples, then what the record says of
 
 
 def _images_beside(sample: Encoded, size: RowSize) -> int:
-    """Count the images of a sample that it does not share with the sample before it."""
+    """Count the images that a sample does not share with the sample before it."""
     if SHARED not in sample:
         return size.images
     return size.images - sample[IN_PREFIX].images if IN_PREFIX in sample else 0

@@ -148,8 +148,8 @@ class PackReader(Dataset[PackedSamples]):
 
         Images are decoded outside of Python's lock, and texts are encoded inside of it: threads would only pass it on.
         Threads draw random numbers in no order, so the rows of a template that draws are encoded one after the other.
-        Rows share `num_shared` tokens with the row before them. A branch without media of its own gets no pixels where
-        that is possible, unless the template draws: then its image may be another one.
+        `num_shared` has the tokens that each row shares with the row before it. A branch without media of its own is
+        encoded without pixels, unless the template draws: then its image may come out different.
         """
         places, name = cut + whole, (self.seed, address.epoch, address.number)
         num_threads = min(len(places), threads_per_worker())

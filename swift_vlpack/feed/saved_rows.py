@@ -43,7 +43,7 @@ NUM_PLANNED_COLUMNS = 3
 _PREFIXES = {"prefix_keys": "<u8", "prefix_lengths": "<i4"}
 """Names and types of the arrays that say which rows share a prefix."""
 _OWN_MEDIA = "prefix_own_media"
-"""Name of the array of the images and patches after prefixes. A file without it is of rows that have none."""
+"""Name of the array with images and patches after prefixes. It is missing if no row has media after its prefix."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

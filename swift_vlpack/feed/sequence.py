@@ -109,18 +109,22 @@ def boundary_tensors(boundaries: Boundaries) -> dict[str, torch.Tensor]:
 
 
 class _MediaOfBranches(NamedTuple):
-    """The samples of a sequence, and which of their media are there once."""
+    """Samples of a sequence, with the media that each shares with the sample before it."""
 
     samples: list[Encoded]
     shared: tuple[int, ...]
-    """The tokens that each sample shares with the one before it."""
+    """Number of tokens that each sample shares with the sample before it."""
     inside: list[MediaInPrefix | None]
-    """The media in the prefix of each sample; None if these are all of its media."""
+    """The media in the prefix of each sample; None if the prefix has all media of the sample."""
     name: str
     """The name of the sequence in errors."""
 
     def once(self, field: str, value: Any) -> Any:
-        """Return what the template would make of a field with an entry for each medium, if prefixes were there once."""
+        """Return a field with one entry for each medium, without the entries that later samples of a unit repeat.
+
+        Raises:
+            BoundaryError: `value` is not simply the entries of all samples, one after the other.
+        """
         every, once = [], []
         for sample, num_shared, inside in zip(self.samples, self.shared, self.inside, strict=True):
             if sample.get(field) is None or not len(sample[field]):
@@ -143,8 +147,8 @@ class _MediaOfBranches(NamedTuple):
 def _with_branches(whole: dict[str, Any], media: _MediaOfBranches, boundaries: Boundaries) -> dict[str, Any]:
     """Take the prefixes that samples repeat out of a sequence of whole samples.
 
-    So each token keeps what the template gave it in its row alone: its positions, its type, its label. Pixels of a
-    prefix are there once already, because its branches bring only their own (`units.divided`).
+    Each token keeps the positions, type and label that the template gave it in its row alone. Pixels of a prefix are
+    there once already, because branches bring only their own pixels (`units.divided`).
     """
     ends = torch.tensor([0, *(int(sample["length"]) for sample in media.samples)]).cumsum(0)
     starts_and_ends = zip(ends, ends[1:], media.shared, strict=False)

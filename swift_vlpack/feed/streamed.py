@@ -51,10 +51,12 @@ PROGRESS = {
         }
     ],
 }
-"""The shape of a rank's saved state; the packer checks its own part. A worker in which samples share prefixes has
-`units`, too."""
+"""The shape of a rank's saved state; the packer checks its own part. A worker in which samples share prefixes also has
+`units` and `alone`."""
 _UNITS = [[(Whole(), Whole(1))]]
 """The shape of `units`: for each unit, the number and the length of each of its rows."""
+_ALONE = [(Whole(), Whole(1))]
+"""The shape of `alone`: rows by number that share nothing although another one has their medium, with the causes."""
 
 
 class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
@@ -97,7 +99,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
 
     def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
-        """Return the first samples of epoch 0, those that begin alike as neighbours, and what each shares so."""
+        """Do as `Packs.preview_in_units`, with samples of epoch 0, joined as if packs had no capacity."""
         if not self.config.shares_media:
             return super().preview_in_units(num_samples)
         reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
@@ -171,6 +173,7 @@ class ReaderProgress:
             raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
         for saved in state["workers"]:
             check_shape(saved.get("units", []), _UNITS, "state.workers.units")
+            check_shape(saved.get("alone", []), _ALONE, "state.workers.alone")
         progress = cls(state["num_workers"])
         progress.epoch, progress.turn, progress.num_trained = state["epoch"], state["turn"], state["num_trained"]
         progress.workers = {saved["worker"]: saved for saved in state["workers"]}
@@ -186,7 +189,7 @@ class _Buffer:
         (number, part)          a part of a row
         (number, *span)         a part under the strategy `window`, where the row alone does not determine its parts
 
-    Under `packing_share=media` whole rows that begin alike are one item, with the id of the first.
+    Under `packing_share=media`, whole rows that begin alike are one item, with the id of the first row.
     """
 
     def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int, encoder: RowEncoder) -> None:
@@ -199,7 +202,9 @@ class _Buffer:
         self._beginnings = reader
         self._waiting = Waiting(config, MediaTokens() if reader is None else reader.tokens)
         self._units: dict[ItemId, list[Item]] = {}
-        """The rows of each saved unit alone, by its item, before they are encoded again."""
+        """The saved rows of each unit by its item, each with its size alone; empty once they are encoded again."""
+        self._why_alone: dict[ItemId, Alone] = {}
+        """The saved causes why samples share nothing, by their items, before they are encoded again."""
         self._branches = BranchEncoder()
         self._ready: deque[tuple[Item, ...]] = deque()
         self._left_out: list[LeftOut] = []
@@ -231,6 +236,7 @@ class _Buffer:
         Left-out samples are not part of the state, because the record of the pack has them.
         """
         units = [[list(one) for one in zip(held.ids, held.lengths, strict=True)] for held in self._waiting.units]
+        alone = [[held.ids[0], int(held.why_alone)] for held in self._waiting.held if held.why_alone]
         return {
             "worker": self._worker,
             "num_read": self._num_read,
@@ -240,6 +246,7 @@ class _Buffer:
             "ready": [[list(item) for item in items] for items in self._ready],
             "packer": self._packer.state(),
             **({"units": units} if units else {}),
+            **({"alone": alone} if alone else {}),
         }
 
     def load(self, state: WorkerState) -> None:
@@ -251,6 +258,7 @@ class _Buffer:
         self._ready = deque(tuple(_item_from(item) for item in items) for items in state["ready"])
         self._packer.load(state["packer"])
         self._units = {unit[0][0]: [Item(*row) for row in unit] for unit in state.get("units", [])}
+        self._why_alone = {number: Alone(cause) for number, cause in state.get("alone", [])}
         waits = {item.id for item in self._packer.held}
         for item, rows in self._units.items():
             if item in waits:
@@ -263,7 +271,7 @@ class _Buffer:
         return sorted(items, key=lambda item: _row_of(item.id))
 
     def _held_rows(self) -> dict[int, list[Item]]:
-        """Group the waiting samples, each alone, by their rows, in the order in which the rows are read again."""
+        """Group the waiting samples by row number, in the order in which rows are read again. Units are taken apart."""
         rows: dict[int, list[Item]] = {}
         for item in self._held_items():
             for one in self._units.get(item.id, [item]):
@@ -288,8 +296,9 @@ class _Buffer:
                 found[item.id] = _unchanged(samples.get(item.id), row, item), self._beginning(given, row, item.id)
         for item in self._held_items():
             alone = self._units.get(item.id, [item])
-            self._waiting.restore(alone, [found[one.id] for one in alone])
-        self._units = {}
+            why_alone = self._why_alone.get(item.id, Alone.NOTHING_SHARED)
+            self._waiting.restore(alone, [found[one.id] for one in alone], why_alone)
+        self._units, self._why_alone = {}, {}
 
     def _beginning(self, given: RowToEncode, row: Encoded, key: ItemId) -> Beginning:
         """Return how a row begins; parts of rows share nothing."""
@@ -318,14 +327,14 @@ class _Buffer:
                 self._ready += [pack.items for pack in self._place(key, sample, self._beginning(given, row, key))]
 
     def _join_undecoded(self, number: int, given: RowToEncode) -> tuple[ItemId, Size] | None:
-        """Let a row join another one that has its media, without decoding them; None if it has to be encoded whole."""
+        """Let a row join a waiting row without decoding its media. None: the caller must encode the row whole."""
         if self._beginnings is None or self._cutter is not None or not self._branches.can_be_encoded:
             return None
         head = self._beginnings.head(given)
         return self._waiting.join_undecoded(number, head, lambda: self._branches.of(given), self._packer.fits)
 
     def _place(self, key: ItemId, sample: Encoded, beginning: Beginning) -> list[Pack]:
-        """Let a sample join others that begin alike, or wait by itself. Returns the packs that are ready."""
+        """Let a sample join samples that begin alike, or wait by itself. Returns the packs that are ready."""
         joined = self._waiting.join(key, sample, beginning, self._packer.fits)
         if joined is not None:
             return self._packer.join(*joined)

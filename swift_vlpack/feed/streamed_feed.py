@@ -158,12 +158,12 @@ class StreamedFeed(Feed):
                 logger.warning("%s", warning)
 
     def _name_alone(self, record: PackRecord) -> None:
-        """Log the first sample of each cause that shares nothing although another one has its medium."""
+        """Log, once for each cause, a sample that shares nothing although another waiting sample has its medium."""
         for sample_id, cause in record.alone:
             if cause not in self._has_named:
                 self._has_named.add(cause)
                 logger.warning(
-                    "%s: trained alone: rows %s; %s. Rows like it are counted at the end of the epoch",
+                    "%s: trained alone, as rows %s; %s. Further rows like it are counted at the end of the epoch",
                     sample_id, cause.text, cause.way_out,
                 )  # fmt: skip
 

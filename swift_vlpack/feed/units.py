@@ -3,8 +3,8 @@
     [row 1, row 2, row 3] that begin with the same image  ->  Unit(prefix, pixels, [row 1, row 2, row 3 without pixels])
 
 A plan decides by keys which rows share a prefix (`rows/prefixes.py`). This module compares the encoded rows: tokens,
-pixels and grids. A row that differs is trained alone, for example if its template draws at random. A row may have
-further media after the prefix; it keeps the pixels of these (`divided`).
+pixels and grids. A row that differs is trained alone, for example if its template draws at random. If a row has further
+media after the prefix, it keeps the pixels of these media (`divided`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Unit:
     """Samples that share their first `prefix` tokens, with the pixels of these; or one sample that shares nothing."""
 
     samples: list[Encoded]
-    """The samples without the pixels of the prefix. `IN_PREFIX` says what samples with further media share."""
+    """The samples without the pixels of the prefix. A sample with further media says in `IN_PREFIX` which it shares."""
     prefix: int = 0
     media: dict[str, Any] = field(default_factory=dict)
     """The grids and pixels of the prefix."""
@@ -50,7 +50,7 @@ class Unit:
     """Indices of the samples that take more tokens than planned."""
 
     def add(self, sample: Encoded, inside: MediaInPrefix | None = None) -> None:
-        """Add a sample that begins like the others (`why_apart`). `inside` is None if all of its media are shared."""
+        """Add a sample that `why_apart` has checked. `inside` is None if the prefix has all of its media."""
         self.samples.append(divided(sample, inside))
 
     def in_pack(self, kept: list[int]) -> list[Encoded]:
@@ -63,27 +63,27 @@ class Unit:
 
 
 def with_pixels(sample: Encoded, pixels: dict[str, Any]) -> Encoded:
-    """Return a sample of a unit with the pixels of its prefix before its own, as it was encoded."""
+    """Put the pixels of the prefix back before the sample's own. Returns the sample as it was encoded."""
     joined = {name: torch.cat([value, sample[name]]) if name in sample else value for name, value in pixels.items()}
     return {name: value for name, value in (sample | joined).items() if name != IN_PREFIX}
 
 
 def divided(sample: Encoded, inside: MediaInPrefix | None) -> Encoded:
-    """Return a sample without the pixels of its prefix. Its grids stay whole, because positions are made of them."""
+    """Return a sample without the pixels of its prefix. Grids stay whole, because positions are made of them."""
     if inside is None:
         return without_pixels(sample)
-    # Copies, because a view would keep all pixels of the row, and send them to other processes.
+    # Copy: a view would keep all pixels of the row in memory, and send them to other processes.
     own = {name: sample[name][num:].clone() for name, num in inside.entries.items() if name in PIXELS}
     own = {name: value for name, value in own.items() if len(value)}
     return {**without_pixels(sample), **own, IN_PREFIX: inside}
 
 
 def unit_of(first: Encoded, prefix: int, inside: MediaInPrefix | None = None) -> Unit:
-    """Begin a unit with a sample that has its pixels; without a prefix, no other sample joins it."""
+    """Begin a unit with a sample that has its pixels. With `prefix=0`, no other sample can join."""
     if not prefix:
         return Unit([first])
     media = shared_media(first, inside)
-    if inside is not None:  # a copy, as in `divided`
+    if inside is not None:  # copy, for the reason in `divided`
         media |= {name: value.clone() for name, value in media.items() if name in PIXELS}
     return Unit([divided(first, inside)], prefix, media)
 
@@ -92,12 +92,12 @@ class UnitsOfPack:
     """Collects the encoded samples of a pack, in order, into units."""
 
     def __init__(self, tokens: MediaTokens) -> None:
-        """Take the tokens by which media after a prefix are found."""
+        """Begin without units. `tokens` tell media from text."""
         self.units: list[Unit] = []
         self.open: Unit | None = None
         """The unit that the next sample may join."""
         self.apart: set[SampleId] = set()
-        """The samples that were planned to share a prefix, but were encoded apart."""
+        """The samples that were planned to share a prefix, but did not once encoded."""
         self._tokens = tokens
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class UnitsOfPack:
         self.open = None
 
     def lacks_pixels(self, sample: Encoded, prefix: int) -> bool:
-        """Tell whether a sample that was encoded without its pixels needs them: no other sample brings all of them."""
+        """Tell whether a sample without pixels must be encoded whole, because it cannot join the open unit."""
         if self.open is None or has_media_after(sample, prefix, self._tokens):
             return True
         return why_apart(sample, self.open) is not None
@@ -139,8 +139,8 @@ def has_pixels(sample: Encoded) -> bool:
 def why_apart(sample: Encoded, unit: Unit, inside: MediaInPrefix | None = None) -> str | None:
     """Say why an encoded sample cannot be a branch of a unit; None if it can.
 
-    `inside` are its media in the prefix; None stands for all.
-    The pixels are compared if the sample has any. Without them it was encoded from the header of the same image.
+    `inside` are its media in the prefix; None stands for all of its media. Pixels are compared if the sample has any;
+    a sample without pixels was encoded from the header of the same image.
     """
     first, prefix = unit.samples[0], unit.prefix
     if (why := why_no_prefix(sample, prefix)) is not None:

@@ -204,9 +204,10 @@ def pixel_free(template: Any, urls: Urls | None = None) -> Any:
 
 
 def branch_template(template: Any) -> Any:
-    """Return a copy of a template of training that encodes rows without pixels, for rows whose media others bring.
+    """Copy a training template into one that encodes rows without pixels, for rows whose media another row brings.
 
-    Several threads may use it, and it can be pickled. Other than `pixel_free`, it makes all that training needs.
+    Several threads may use the copy, and it can be pickled. Unlike a `pixel_free` template, it makes every field that
+    training needs.
     """
     own, load = _reading_headers(template), template._load_image
     if isinstance(load, partial) and load.func is _load_from:  # as `reading_urls` has it

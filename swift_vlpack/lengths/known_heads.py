@@ -1,15 +1,15 @@
-"""Remember what the rows of a source begin with, so that a later start need not read them: 19 us a row.
+"""Remember what the rows of a source begin with, so that a later start does not read them (19 us a row).
 
-The head of a row (`rows/prefixes.py`) follows from its content, from the settings of its source, and from which of the
-files that it names are there. It does not follow from what is in these files. So the heads of a source are saved with
-a digest of its rows (`row_blocks.py`), and hold while the digest is the same and every file is where it was:
+The head of a row (`rows/prefixes.py`) depends on the content of the row, on the settings of its source, and on which of
+the files that the row names exist. It does not depend on the content of these files. So the heads of a source are saved
+with a digest of its rows (`row_blocks.py`). They are valid while the digest is the same and every file is in its place:
 
-- The state of every file is asked for at each start. A file with other bytes has another state, by which
-  `media_digests.py` reads it again; that changes no head.
+- Each start looks up the state (size and times) of every file. If a state changed, `media_digests.py` reads the file
+  again; heads stay the same.
 - If a file is gone, all rows are read again.
-- Rows of a form that is not known are read again at every start, because they may name a file that was missing.
+- Rows of an unknown form are read again at every start, because they may name a file that was missing.
 
-Each source has one file next to its lengths, `SOURCE-DIGEST.heads`. If it is lost, all rows are read again.
+Each source has one file next to its lengths, `SOURCE-DIGEST.heads`. If that file is lost, all rows are read again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from swift_vlpack.rows.source import RowSource
 
 SUFFIX = ".heads"
 _MOST_BYTES_OF_ROW = 4096
-"""Rows with more bytes (images inside of them) are not remembered: to digest them takes as long as to read them."""
+"""Most bytes of a row, on average over a source. With more (images inside rows), nothing is remembered, because to
+digest the rows takes as long as to read them."""
 _OF_ROWS = ("indices", "digests", "causes", "has_digest", "num_names", "num_bytes")
 _COLUMNS = (*_OF_ROWS, "names_at", "first_media")
 
@@ -50,10 +51,10 @@ class Heads(NamedTuple):
     has_digest: NDArray[np.bool_]
     num_names: NDArray[np.int64]
     names_at: NDArray[np.int64]
-    """The media of all rows one after the other, as places in `names`."""
+    """The media of all rows one after the other, as indices into `names`."""
     num_bytes: NDArray[np.int64]
     first_media: NDArray[np.uint8]
-    """What rows begin with through their first media (`FirstMedia.to_bytes`): `num_bytes` for each row."""
+    """The `FirstMedia` of all rows as bytes, one row after the other; `num_bytes` has the bytes of each row."""
     names: list[str]
     files: dict[str, FileState]
 
@@ -62,7 +63,7 @@ class KnownHeads:
     """The heads of the rows of a source that an earlier start read."""
 
     def __init__(self, source: RowSource, lengths_path: Path | None, comm: Comm = ALONE) -> None:
-        """Digest the rows of the source. All ranks must call it; nothing is remembered without `lengths_path`."""
+        """Digest the rows of the source. All ranks must call this. Without `lengths_path`, nothing is remembered."""
         self._source = source
         self._comm = comm
         self._path = None if lengths_path is None else lengths_path.with_suffix(SUFFIX)
@@ -80,7 +81,7 @@ class KnownHeads:
         return hashlib.blake2b(blocks.layout() + b"".join(in_order), digest_size=16).digest()
 
     def load(self) -> Heads | None:
-        """Return the saved heads with the present states of their files; None if they do not hold. For all ranks."""
+        """Return valid saved heads with the present states of their files, or None. All ranks must call this."""
         if self._blocks is None:
             return None
         saved = self._comm.results_of_all(lambda: self._read() if self._comm.rank == 0 else None)[0]
@@ -103,7 +104,7 @@ class KnownHeads:
         return np.flatnonzero(is_missing)
 
     def save(self, some: Sequence[Heads]) -> None:
-        """Save the heads of all rows of the source, but those that are read at every start."""
+        """Save the heads of the source, except of rows that are read at every start."""
         if self._blocks is None or self._comm.rank or not some:
             return
         heads = _certain(_joined(some), self._blocks)
@@ -118,11 +119,11 @@ class KnownHeads:
             **{column: getattr(heads, column) for column in _COLUMNS},
         )
         assert self._path is not None
-        with suppress(OSError):  # the file of lengths, in the same folder, reports it
+        with suppress(OSError):  # the file of lengths, in the same folder, reports the error
             write_whole(self._path, file.getbuffer())
 
     def _read(self) -> Heads | None:
-        """Read the saved heads; None if they are of other rows, missing or damaged."""
+        """Read the saved heads; None if the file is missing, damaged, or of other rows."""
         assert self._path is not None
         try:
             with self._path.open("rb") as file:
@@ -140,17 +141,17 @@ class KnownHeads:
 
 
 def _finds_files_elsewhere() -> bool:
-    """Tell whether a name may stand for one of two files; then another one counts if a file appears."""
+    """Tell whether a name can stand for one of two files, so that a file that appears can change which one is meant."""
     return bool(os.environ.get("ROOT_IMAGE_DIR"))
 
 
 def _settings(source: RowSource) -> str:
-    """Return what decides the heads of rows, beside the rows and what `RowBlocks` knows of."""
+    """Return the settings that decide heads and that `RowBlocks` does not digest by itself."""
     return repr((source.max_pixels, os.getcwd(), os.path.expanduser("~")))
 
 
 def _states(paths: Sequence[str]) -> dict[str, FileState] | None:
-    """Return the present state of each file; None if one is not where it was."""
+    """Return the present state of each file; None if a file is not in its place."""
     found = {}
     for path in paths:
         file = real_file(path)
@@ -171,7 +172,7 @@ def _joined(some: Sequence[Heads]) -> Heads:
 
 
 def _certain(heads: Heads, blocks: RowBlocks) -> Heads:
-    """Leave out rows that are in no block, and rows of which no head is known."""
+    """Leave out rows that no block digests, and rows of an unknown form."""
     kept = (blocks.block[heads.indices] >= 0) & (heads.has_digest | (heads.causes > 0))
     columns = {name: getattr(heads, name)[kept] for name in _OF_ROWS}
     names_at = heads.names_at[np.repeat(kept, heads.num_names)]

@@ -26,7 +26,7 @@ MAGIC = b"vlpack lengths 3\n"
 KEYS_MAGIC = b"vlpack keys 1\n"
 """First line of the files of `known_keys.py`. It is defined here, so that to list a folder imports no more modules."""
 HEADS_MAGIC = b"vlpack heads 1\n"
-"""First line of the files of `known_heads.py`. The number changes when the heads of rows are made in another way."""
+"""First line of the files of `known_heads.py`. Raise the number when heads are computed in another way."""
 _BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of these three
 _MARK = b"rows"
 

@@ -7,8 +7,8 @@ The pass has five steps. In each step every rank works on its share of the rows,
 2. Group the rows of all sources by head and media. A group of two or more rows has a prefix.
 3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
 4. Encode some rows of each source in full, to see that the prefix is the same in every row of a group.
-5. Group rows that share with no other row so far by their first media, most of them first, and do 3. and 4. for these
-   groups. Without rows of several media there is nothing to do.
+5. Group the remaining rows with several media by their first media, the groups with most media first. Repeat steps 3
+   and 4 for these groups.
 
 A row may share with no other row although another row has its medium. Such rows are counted by cause, and the log says
 for each cause what a user can do.
@@ -205,7 +205,7 @@ class _Rows:
         self.has_digest = np.zeros(num_rows, bool)
         self.media: list[tuple[int, ...]] = [()] * num_rows
         self.first_media: dict[int, bytes] = {}
-        """What rows with several media begin with (`first_media_of`)."""
+        """By row with several media, its `FirstMedia` as bytes (`first_media_of` reads them)."""
         names: dict[str, int] = {}
         self.files: dict[str, FileState] = {}
         for source, heads in of_tasks:
@@ -259,7 +259,7 @@ class _Rows:
         return np.frombuffer(made, KEY)
 
     def key_of(self, row: int, beginning: FirstMedia) -> bytes:
-        """Return the key of a row's beginning: that of a row which has no more media."""
+        """Return the key of a row's beginning, which equals the key of a row that has only these media."""
         names = [self.digests_of_names[one] for one in beginning.of(self.media[row])]
         return hashlib.blake2b(beginning.digest + b"".join(names), digest_size=16).digest()
 
@@ -268,7 +268,7 @@ class _Rows:
 
 
 class _Wanted(NamedTuple):
-    """A prefix that is asked for, by one of its rows."""
+    """A prefix whose length is needed, with one of its rows."""
 
     key: bytes
     """The key under which its length is remembered."""
@@ -276,7 +276,7 @@ class _Wanted(NamedTuple):
     row_index: int
     has_media: bool
     beginning: FirstMedia | None = None
-    """The beginning of the row that is the prefix; None if the prefix has all media of the row."""
+    """The part of the row that is the prefix; None if the prefix has all media of the row."""
 
 
 class _GroupTask(NamedTuple):
@@ -367,20 +367,20 @@ class _Group:
     whole: list[int]
     """Rows with no other media."""
     partial: dict[int, FirstMedia]
-    """Rows with more media, and what each of them has in common with the others."""
+    """Rows with further media, each with the beginning that it has in common with the group."""
 
     @property
     def members(self) -> list[int]:
         return [*self.whole, *self.partial]
 
     def is_known(self, length: NDArray[np.int32]) -> bool:
-        """Tell whether the rows without other media share a prefix already."""
+        """Tell whether step 3 has counted the prefix already, for the rows with no other media."""
         return bool(self.whole) and bool(length[self.whole[0]])
 
 
 @dataclass(slots=True)
 class _Found:
-    """What is known of each row so far."""
+    """Collects, for each row, its key, the length of its prefix, and the cause if it shares nothing."""
 
     key: Keys
     length: NDArray[np.int32]
@@ -388,7 +388,7 @@ class _Found:
     own_media: NDArray[np.int32] | None = None  # (2, num_rows)
 
     def share(self, group: _Group, prefix: Prefix, sizes: NDArray[np.int64]) -> None:
-        """Note the prefix of rows that share some of their media; `sizes` are those of all rows."""
+        """Note the prefix of a group that shares some of its media. `sizes` has a column for each row of the run."""
         members, partial = np.array(group.members, np.int64), np.array([*group.partial], np.int64)
         if not prefix.length:
             is_unknown = prefix.cause is Alone.FAMILY_UNKNOWN
@@ -624,7 +624,7 @@ class _PrefixPass:
                 length = int(found.length[first]) if prefix is None else prefix.length
                 prefix = Prefix(length, images=int(sizes[1, first]), patches=int(sizes[2, first]))
             found.share(group, prefix, sizes)
-        # At most one of the rows without other media, because these are compared with each other already.
+        # Compare at most one of the `whole` rows, because they were compared with each other before.
         of_groups = [np.array(sorted([*group.whole[:1], *group.partial]), np.int64) for group in groups]
         partial = np.array([row for group in groups for row in group.partial], np.int64)
         failed = self._checked(rows, found.key, of_groups, found.length)
@@ -637,7 +637,7 @@ class _PrefixPass:
         if group.whole:
             return self._wanted(rows, group.key, group.whole[0])
         row, beginning = next(iter(group.partial.items()))
-        # Under a key of its own, because a prefix with all media of its rows is remembered without its images.
+        # Use another key, because a prefix with all media of its rows is remembered without its number of images.
         key = hashlib.blake2b(group.key + b"first media", digest_size=16).digest()
         return self._wanted(rows, key, row, beginning)
 
@@ -650,7 +650,7 @@ class _PrefixPass:
         for row, of_row in beginnings.items():
             for one in of_row:
                 by_depth.setdefault(one.num_media, {}).setdefault(rows.key_of(row, one), []).append((row, one))
-        # Rows that have these media and no others: they share with each other already, or wait.
+        # Find the rows that have these media and no others. They may share with each other already.
         keys = {key for of_depth in by_depth.values() for key in of_depth}
         of_key: dict[bytes, list[int]] = {}
         highs = np.frombuffer(b"".join(keys), KEY)["high"]
@@ -670,7 +670,7 @@ class _PrefixPass:
         return groups
 
     def _beginnings(self, rows: _Rows, found: _Found) -> dict[int, list[FirstMedia]]:
-        """Return the beginnings of rows that share with no other so far, and have one of several media in common."""
+        """Return, by row, the beginnings of rows that share nothing so far but have one of several media in common."""
         fits = self._fits()
         waits = fits & (found.length == 0) & ~np.isin(found.cause, (Alone.DIFFERS, Alone.DRAWS))
         several = [row for row in sorted(rows.first_media) if waits[row]]

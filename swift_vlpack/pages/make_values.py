@@ -234,8 +234,8 @@ def _looked_up(sample: SampleTokens, lookup: SampleLookup) -> tuple[list[str], l
 def _divided(pictures: list[Picture], kinds: Sequence[str], num_shared: int) -> tuple[list[Picture], list[Picture]]:
     """Divide the images and videos of a sample into those of its prefix and its own.
 
-    If both have vision tokens, each picture has to be one run of them, and all of one kind. Otherwise it is not known
-    which picture is where, and none is shown.
+    If both have vision tokens, this works only if every picture is one run of vision tokens, and all pictures are of
+    one kind. Otherwise it is unknown which picture is where, and none is shown.
     """
     if not num_shared:
         return [], pictures

@@ -77,7 +77,7 @@ class Buffer:
         self.shortest = min(self.shortest, length)
 
     def fits(self, serial: int, more: int, use: tuple[int, ...]) -> bool:
-        """Tell whether an item can become longer by `more` tokens, and still fit into a pack."""
+        """Tell whether an item still fits into a pack with `more` tokens and `use` more of each cap."""
         index = self.serials.index(serial)
         # A strategy that keeps the order has one open pack, with all items.
         together = range(len(self)) if self.is_in_order else (index,)
@@ -87,7 +87,7 @@ class Buffer:
         return all(sum(one) <= limit for one, limit in zip(used, self._limits, strict=False))
 
     def lengthen(self, serial: int, more: int, num_samples: int, use: tuple[int, ...]) -> None:
-        """Make an item longer by samples that join it. `use` is what they use of each cap."""
+        """Add samples to an item. `more` are their tokens, and `use` is how much of each cap they take."""
         index = self.serials.index(serial)
         self._shelf.lengthen(index, more)
         self._num_joined[serial] = self._num_joined.get(serial, 0) + num_samples
@@ -244,8 +244,8 @@ def remainder_to_drop(
 
     The remainder is the least filled group, if it is underfilled and some item of the epoch would have fitted into it.
     At most one group is dropped: two half-empty groups do not fit together, so neither is a remainder.
-    A group with more than 1/`MOST_DROPPED` of the epoch's `num_items` stays. `counts` has the samples of each group; an
-    item may be several.
+    A group with more than 1/`MOST_DROPPED` of the epoch's `num_items` stays. `counts` has the number of samples in each
+    group; an item can have several samples.
     """
     if not config.packing_drop_last or not fills:
         return None

@@ -492,7 +492,7 @@ def _together(
 ) -> Together:
     """Order the samples of an epoch in units that fit a pack; `prefixes` are those of its samples."""
     limits = []
-    if prefixes.own_media is not None:  # else a unit has the images and patches of its first row
+    if prefixes.own_media is not None:  # without own media, a unit has the media of its first row
         for column, own, most in zip(
             (IMAGES, PATCHES), prefixes.own_media, (config.packing_max_images, config.packing_max_patches), strict=True
         ):

@@ -75,7 +75,7 @@ class Shelf:
             values[:stop] = [values[index] for index in left]
 
     def lengthen(self, index: int, more: int) -> None:
-        """Make the length at an index longer."""
+        """Add `more` to the length at an index."""
         if self._ascending is not None:
             del self._ascending[bisect_left(self._ascending, self.lengths[index])]
             insort(self._ascending, self.lengths[index] + more)

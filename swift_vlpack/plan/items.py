@@ -27,7 +27,7 @@ ItemId = int | str | tuple[Any, ...]
 
 
 class Size(NamedTuple):
-    """What a sample takes of a pack, or adds to an item that it joins."""
+    """The size of a sample in a pack, or the size that a sample adds to an item."""
 
     length: int
     images: int = 0

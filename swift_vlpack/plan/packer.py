@@ -112,12 +112,12 @@ class Packer:
         return self._emitted(self.buffer.step()) if self.buffer.is_full else []
 
     def fits(self, key: ItemId, size: Size) -> bool:
-        """Tell whether one more sample, which adds this much, can join a waiting item."""
+        """Tell whether one more sample, which adds `size`, can join a waiting item."""
         serial = self._serial_of(key)
         return serial is not None and self.buffer.fits(serial, size.length, self._use_of(1, size))
 
     def join(self, key: ItemId, size: Size, num_samples: int = 1) -> list[Pack]:
-        """Add samples to a waiting item which they fit (`fits`), and return the packs that are ready."""
+        """Add samples to a waiting item, and return the packs that are ready. The caller has asked `fits`."""
         serial = self._serial_of(key)
         assert serial is not None, f"item {key!r} does not wait"
         item = self._items[serial]

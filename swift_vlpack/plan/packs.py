@@ -46,7 +46,7 @@ class Plan(Sequence[list[int]]):
     None if no item shares any (`units.py`).
     """
     own_media: NDArray[np.int32] | None = None
-    """(2, num_items): images and patches of each item that it never shares; None if items share all that they have."""
+    """(2, num_items): images and patches of each item after its prefix; None if no item has any there."""
     num_ranks: int = 1
     """Ranks take the packs in turn: rank `p % num_ranks` trains pack p."""
     batches: NDArray[np.int64] | None = None
@@ -106,12 +106,12 @@ class Plan(Sequence[list[int]]):
 
     @property
     def images_of_members(self) -> NDArray[np.int32] | None:
-        """Return, by member, the images that it does not share with the member before it in its pack."""
+        """Return the images that each member does not share with the member before it in its pack."""
         return self._unshared(self.images, 0)
 
     @property
     def patches_of_members(self) -> NDArray[np.int32] | None:
-        """Return, by member, the vision patches that it does not share with the member before it in its pack."""
+        """Return the vision patches that each member does not share with the member before it in its pack."""
         return self._unshared(self.patches, 1)
 
     def _unshared(self, media: NDArray[np.int32] | None, column: int) -> NDArray[np.int32] | None:

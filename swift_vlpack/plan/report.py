@@ -251,8 +251,8 @@ def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConf
 def typical_boundaries(packs: Plan | None, config: PackingConfig) -> Boundaries:
     """Return the boundaries of a sequence like those of a run: a pack in which samples share, or typical lengths.
 
-    Attention is tried and timed on it, so where samples share it has to have prefixes and branches. Those of a stream
-    are not known: two units of five samples, which share three quarters of each.
+    Attention is tried and timed on this sequence, so if samples share, it must have prefixes and branches. The packs of
+    a stream are unknown: take two units of five samples each, in which three quarters of a sample are the prefix.
     """
     capacity = config.packing_length
     if packs is None and config.shares_media:

@@ -37,7 +37,7 @@ class Prefixes(NamedTuple):
     length: NDArray[np.int32]
     """The tokens of the prefix; 0 for rows that share with no other."""
     own_media: NDArray[np.int32] | None = None  # (2, num_rows)
-    """Images and patches of each row that are not in its prefix; None if no row that shares has any."""
+    """Images and patches of each row after its prefix; None if no row that shares has any."""
 
 
 class Together(NamedTuple):
@@ -50,11 +50,11 @@ class Together(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A capacity of a pack besides its tokens: images or patches, of which units must not have more."""
+    """A cap on the images or patches of a pack, which units must keep to, too."""
 
     of_samples: NDArray[Any]
     of_prefixes: NDArray[Any]
-    """The part of `of_samples` that is in the prefix of each sample, and so counted once a unit."""
+    """The part of `of_samples` that is in the prefix of each sample; a unit counts it once."""
     most: int
 
 
@@ -70,7 +70,7 @@ def stand_together(  # noqa: PLR0913 - three columns, and what a unit may hold
 ) -> Together:
     """Order samples so that samples that share a prefix are neighbours, in units that fit into a pack.
 
-    A unit has at most `most` samples, `capacity` tokens, and what `limits` allow; further samples with the same key
+    A unit has at most `most` samples and `capacity` tokens, and keeps to `limits`; further samples with the same key
     make another unit. The unit takes the place of its sample with the lowest `row`, which the shuffle has put anywhere.
     (In the place of its first sample, large units would come to the front of every epoch.)
     """
@@ -149,7 +149,7 @@ def sizes_in_units(sizes: NDArray[Any], shared: NDArray[Any], own_media: NDArray
     """Return the sizes of samples without what they share with the sample before them.
 
     `sizes` has one line for tokens, images and patches each; further lines are not shared and stay. `own_media` has the
-    images and patches that samples do not share; without it, samples that share tokens share all images and patches.
+    images and patches that samples do not share. Without `own_media`, samples that share tokens share all of these.
     """
     own = sizes.copy()
     own[0] -= shared

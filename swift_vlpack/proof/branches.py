@@ -38,9 +38,9 @@ class Prefix:
 
 
 def marked(samples: Sequence[Encoded], shared: Sequence[int], tokens: MediaTokens) -> list[Encoded]:
-    """Mark samples of a pack; `shared` counts the tokens that each shares with the sample before it.
+    """Mark the samples of a pack; `shared` counts the tokens that each shares with the sample before it.
 
-    A sample with media after its prefix, which `tokens` find, is marked with these, too (`IN_PREFIX`).
+    A sample with media after its prefix also gets `IN_PREFIX`. `tokens` tell media from text.
     """
     made, prefix = [], None
     for at, sample in enumerate(samples):
@@ -85,7 +85,7 @@ def shared_of(samples: Sequence[Encoded]) -> tuple[int, ...]:
 
 
 def own_media_of(sample: Encoded, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the media of a marked sample that are not in its prefix, of the inputs of its whole row."""
+    """Select the media after the prefix of a marked sample. `inputs` are those of its whole row."""
     entries = sample[IN_PREFIX].entries if IN_PREFIX in sample else {}
     return {name: inputs[name][num:] for name, num in entries.items() if inputs.get(name) is not None}
 
@@ -108,7 +108,7 @@ def without_extras(sample: Encoded) -> Encoded:
 
 
 def as_trained(samples: Sequence[Encoded]) -> list[Encoded]:
-    """Copy samples as a pack of training has them: branches without pixels of the prefix, and with their fields."""
+    """Copy samples as a training pack has them: a branch lacks the pixels of its prefix, and has `SHARED`."""
     return [
         {**divided(without_extras(sample), sample.get(IN_PREFIX)), SHARED: num_shared}
         if num_shared

@@ -42,7 +42,7 @@ class Profile:
     unit: int | None = None
     """Number of that prefix; None if the sample shares none."""
     has_own_media: bool = False
-    """True if the sample has media after that prefix."""
+    """True if the sample has media after its prefix."""
 
     @property
     def differs(self) -> bool:

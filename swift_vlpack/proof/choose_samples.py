@@ -126,7 +126,7 @@ def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[
     found = []
     of_kinds = [cheap[kind[members[cheap]]] for kind in _counted_kinds(plan.images, plan.patches)]
     if plan.packs.own_media is not None:
-        # A row with media after its prefix, and the row before it, which may be any row of the unit.
+        # Add pairs of a row with media after its prefix and the row before it, which may be any row of the unit.
         with_own = joins[plan.packs.own_media[:, members[joins]].any(axis=0)] - 1
         of_kinds.append(with_own[np.argsort(_tokens_of_two(plan.lengths[members], shared, with_own), kind="stable")])
     for of_kind in of_kinds:
@@ -145,7 +145,7 @@ def _units_of_stream(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list
         if not units or units[-1][-1][PREFIX] is not sample[PREFIX]:
             units.append([])
         units[-1].append(sample)
-    # Rows with media of their own come first, so that they are among those that are taken.
+    # Sort rows with media after the prefix to the front, so that they are among the rows that are kept.
     few = [sorted(unit, key=lambda sample: IN_PREFIX not in sample)[:_BRANCHES] for unit in units if len(unit) > 1]
     few.sort(key=lambda unit: length_of(unit[0]))
     return [of_kind[0] for of_kind in _grouped(few, lambda unit: (_kind_of_sample(unit[-1]), IN_PREFIX in unit[0]))]
@@ -250,7 +250,7 @@ def _encoded_or_none(packs: Packs, samples: Iterable[Where]) -> list[Encoded | N
 
 
 def _filled(samples: Iterable[Encoded], shared: Iterable[int], capacity: int) -> tuple[list[Encoded], list[int]]:
-    """Take samples while they fit into a sequence, each with what it shares with the one before it."""
+    """Take samples that fit into one sequence. Returns them, and the tokens each shares with the sample before it."""
     sequence: list[Encoded] = []
     of_sequence: list[int] = []
     room, takes_unit = capacity, False

@@ -133,7 +133,7 @@ class FirstSequence:
     def with_other(self, which: Sequence[int]) -> dict[str, Any]:
         """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay.
 
-        A prefix stays, with its media, because other samples share it. Media after a prefix are replaced.
+        A prefix stays unchanged, with its media, because other samples share it. Media after a prefix are replaced.
         """
         inputs = self.for_watched()
         inputs["input_ids"] = inputs["input_ids"].clone()
@@ -155,9 +155,10 @@ class FirstSequence:
         return inputs | self._other_media([at for unit in units for at in unit])
 
     def _other_media(self, which: Sequence[int], shares: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """Return the inputs with media, with others in the samples `which`, and after the prefix in samples `shares`.
+        """Return the inputs that hold media, with all media of the samples `which` replaced.
 
-        Returns nothing if these have no media.
+        In the samples `shares`, only media after the prefix are replaced. Returns an empty dict if none of the samples
+        has media.
         """
         if isinstance(self.samples, str) or not any(kinds_of_media(self.samples[at]) for at in (*which, *shares)):
             return {}

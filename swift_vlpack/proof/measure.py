@@ -421,7 +421,7 @@ def _changed(
         for one, other in pairs
     }
     by_media = [size for at, size in enumerate(_sizes(packed, again)) if at not in own_media]
-    # A sample with media after its prefix: with others there, it moves, and neither its siblings nor the prefix do.
+    # Replace media after prefixes: the changed branch moves, and neither its siblings nor the prefix do.
     of_own = [at for at, sample in enumerate(samples) if IN_PREFIX in sample]
     for some in filter(None, (of_own[::2], of_own[1::2])):
         again = proof_model.run(

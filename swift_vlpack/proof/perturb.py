@@ -66,7 +66,7 @@ def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
 
 
 def with_other_own_media(sample: Encoded, number: int = 1) -> Encoded:
-    """Replace the pixels that a sample has beside those of its prefix; if it has none, return it unchanged."""
+    """Replace the pixels after a sample's prefix; return a sample that has none there unchanged."""
     if IN_PREFIX not in sample:
         return sample
     media = {name: (value, sample[IN_PREFIX].entries.get(name, 0)) for name, value in media_of(sample).items()}

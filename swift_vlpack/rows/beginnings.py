@@ -1,8 +1,8 @@
-"""Find out how the rows of a stream begin, as they come: their tokens through the last medium, and its pixels.
+"""Find out how the rows of a stream begin, from their encoded tokens and pixels.
 
-Sized data is looked at before training, without pixels (`prefixes.py`). The rows of a stream are only seen when they
-are encoded, so here their tensors decide. Two rows whose `Beginning` has the same key may share a prefix; the reader
-of the stream then compares all of it (`feed/joining.py`).
+For sized data `prefixes.py` does this before training, without pixels. The rows of a stream are known only when they
+are read, so here their tensors decide. Two rows may share a prefix if their `Beginning`s have a key in common; the
+reader of the stream then compares the whole prefix (`feed/joining.py`).
 """
 
 from __future__ import annotations
@@ -20,36 +20,44 @@ import torch
 from swift_vlpack.rows.contents import NO_LABEL, MediaSpan, media_spans
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import MediaTokens
-from swift_vlpack.rows.prefixes import FirstMedia, HeadReader, Prefix, prefix_of, prefix_of_system, rows_of_probes
+from swift_vlpack.rows.prefixes import (
+    FirstMedia,
+    HeadReader,
+    Prefix,
+    medium_of,
+    prefix_of,
+    prefix_of_system,
+    rows_of_probes,
+)
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.to_encode import RowToEncode
 
 _NUM_NUMBERS = 4096
-"""Numbers of a medium's pixels that its digest reads: all of them would take as long as encoding a small image."""
+"""Pixel values of a medium that its digest reads. To read all of them takes as long as to encode a small image."""
 _MOST_TURNS = 1024
 """Most system turns whose length is remembered."""
 
 
 class Beginning(NamedTuple):
-    """How an encoded row begins."""
+    """The prefixes and media with which an encoded row begins."""
 
     prefixes: Mapping[bytes, Callable[[], Prefix]] = MappingProxyType({})
-    """The prefixes that it can share, by their keys, the longest first: rows with a key in common may share it.
+    """Functions that count the prefixes of the row, by key, the longest first. Rows with a key in common may share it.
 
-    A prefix is counted when a second row has the key, because to count a system turn costs encodings.
+    A prefix is counted only when a second row has the key, because to count a system turn takes several encodings.
     """
     media: tuple[bytes, ...] = ()
     """A digest of each medium."""
     cause: Alone = Alone.NOTHING_SHARED
-    """Why a row with media can share with no other, if it has no prefix."""
+    """The cause if a row with media has no prefix."""
     head: bytes = b""
-    """What decides the longest prefix, read without encoding the row (`BeginningReader.head`)."""
+    """A digest of the data that decides the longest prefix (`BeginningReader.head`)."""
 
 
 class BeginningReader:
-    """Reads how encoded rows begin. `least_system_tokens` is `packing_share_min`."""
+    """Reads how rows begin. `least_system_tokens` is `packing_share_min`."""
 
     def __init__(self, encoder: RowEncoder, least_system_tokens: int) -> None:
         self._encoder = encoder
@@ -59,12 +67,12 @@ class BeginningReader:
         self._turns: dict[bytes, int] = {}
 
     def head(self, row: RowToEncode) -> bytes:
-        """Return what decides the first tokens and the media of a row, read without encoding it.
+        """Digest the data that decides the first tokens and the media of a row, without encoding the row.
 
-        Empty if the row has no media, or has them in a form that is not known.
+        Returns empty bytes if the row has no media, or has an unknown form.
         """
         head = self._heads.head(row.row)
-        self._heads.take_files()  # drops them: the path says enough while a row waits for a pack
+        self._heads.take_files()  # forget them: while a row waits for a pack, its paths are enough
         limit = getattr(row.encoder.template, "max_pixels", None)
         return (
             _digest(repr((head.digest, head.media, limit)).encode(errors="surrogatepass"))
@@ -73,10 +81,12 @@ class BeginningReader:
         )
 
     def of(self, row: RowToEncode, sample: Encoded) -> Beginning:
-        """Return how a row begins. `sample` is the row, encoded and whole."""
+        """Return how a row begins. `sample` is the whole row, encoded."""
         spans = media_spans(sample, self.tokens)
         if spans is None:
-            return Beginning(cause=Alone.FAMILY_UNKNOWN)
+            names = filter(medium_of, self._heads.head(row.row).media)
+            media = tuple(_digest(name.encode(errors="surrogatepass")) for name in names)
+            return Beginning({}, media, Alone.FAMILY_UNKNOWN)
         if not spans:
             return self._of_text(row.row)
         media = _digests(sample, spans)
@@ -109,7 +119,7 @@ class BeginningReader:
 
     def _counted(self, row: Mapping[str, Any]) -> int:
         name = SampleId("system turn", 0)
-        # With random numbers of their own: whether the length is known already must not change what is drawn later.
+        # Use separate random numbers, so that a length that is remembered does not change what is drawn later.
         with RandomStream("system turn"):
             try:
                 probes = [self._encoder.sample(probe, name) for probe in rows_of_probes(row)]

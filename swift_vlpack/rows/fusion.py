@@ -117,8 +117,8 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def encode_branch(self, address: Address, row: Row | None = None) -> Encoded | None:
         """Encode a whole row whose media another row brings: without decoding them, and without pixels.
 
-        Every other field is as `encode` makes it. Returns None where that is not known for certain, as for videos that
-        are lists of frames or without ms-swift's header encoding: then call `encode`.
+        Every other field is as `encode` makes it. Returns None if that is not certain, for example for a video that is
+        a list of frames, or without ms-swift's header encoding. Then call `encode`.
         """
         encoder = self._branch_encoders[address.source]
         if encoder is None or address.span is not None:
@@ -183,7 +183,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def rows_to_encode(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[RowToEncode]:
-        """Yield the rows of the samples that `samples` yields."""
+        """Yield the rows of `samples`, not encoded yet."""
         make = self._pixel_free
         pixel_free = [make and encoder.using(make(encoder.template)) for encoder in self.encoders]
         schedule = self.mix.schedule(epoch)

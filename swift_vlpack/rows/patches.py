@@ -1,7 +1,7 @@
 """Patch torch and video readers inside a `with` block, for two needs that they have no public interface for.
 
 `no_worker` replaces the variable by which torch tells code that it runs in a dataloader worker. `without_frames`
-replaces the readers of videos, so that a thread that needs sizes only decodes no frames. Each place is checked before
+replaces the readers of videos, so that a thread that needs only sizes decodes no frames. Each place is checked before
 it is replaced: if a version of the package moved it, the user is told, and nothing is patched blindly. `host/seam.py`
 has the parts of ms-swift that packing depends on.
 """
@@ -118,9 +118,9 @@ _of_thread = _OfThread()
 
 @contextmanager
 def without_frames() -> Iterator[None]:
-    """Let this thread's video readers decode nothing until the block ends, but a frame of which decord takes the size.
+    """Let video readers of this thread decode no frames inside the block, except one for its size under decord.
 
-    Other threads decode as before: a replaced reader asks which thread it is in.
+    Other threads decode as before, because a replaced reader looks at the flag of its own thread.
     """
     with _replacement:
         before, _of_thread.decodes = _of_thread.decodes, False
@@ -131,7 +131,7 @@ def without_frames() -> Iterator[None]:
 
 
 class _Replacement:
-    """Replaces the readers of the process while any thread is inside; the last one to leave puts the real ones back."""
+    """Replaces the readers of the process while any thread is inside; the last thread to leave restores them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -8,10 +8,10 @@ share that beginning, whatever follows it:
 >>> heads.head(ask("how many?")) == heads.head(ask("which colour?"))
 True
 
-Rows with several media may share only the first of them (`Head.first`). Rows without media can share their
-system turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`, `lengths/prefixes.py`). If a row
-shares with no other row although another row has its medium, it is counted with its cause (`Alone`), and each cause
-says what a user can do.
+Rows with several media may share only their first media (`Head.first`). Rows without media can share their system
+turn. Only an encoded row shows how many tokens a prefix has (`prefix_of`, `lengths/prefixes.py`). If a row shares with
+no other row although another row has its medium, it is counted with its cause (`Alone`), and each cause says what a
+user can do.
 """
 
 from __future__ import annotations
@@ -58,30 +58,30 @@ class FileState(NamedTuple):
 
 
 class FirstMedia(NamedTuple):
-    """The beginning of a row through one of its media that is not the last one."""
+    """The beginning of a row through one of its media, but not the last."""
 
     digest: bytes
-    """As in `Head`: equal to that of a row which has no more media."""
+    """The `Head.digest` of a row that has only these media."""
     names: tuple[tuple[int, int], ...]
-    """The names of its media, as parts of `Head.media` of the row: for each kind the first of them, and the end."""
+    """The slices of the row's `Head.media` that name these media: start and end for each kind."""
     num_media: int
     """Number of images, videos and sounds in the beginning."""
     num_of_row: int
-    """Number of those in the row."""
+    """Number of images, videos and sounds in the row."""
 
     def to_bytes(self) -> bytes:
-        """Return the value as bytes, which follow one another for a row (`first_media_of`)."""
+        """Return the value as bytes. `first_media_of` reads several values, one after the other."""
         places = [place for part in self.names for place in part]
         counts = struct.pack("<3I", self.num_media, self.num_of_row, len(places))
         return self.digest + counts + struct.pack(f"<{len(places)}I", *places)
 
     def of(self, media: Sequence[Any]) -> list[Any]:
-        """Return the media of the beginning, of all media of the row."""
+        """Select the media of the beginning from all media of the row."""
         return [one for start, end in self.names for one in media[start:end]]
 
 
 def first_media_of(content: bytes) -> Iterator[FirstMedia]:
-    """Read what `FirstMedia.to_bytes` wrote, one after the other."""
+    """Read values of `FirstMedia.to_bytes`, one after the other."""
     at = 0
     while at < len(content):
         digest, num_media, num_of_row, num_places = struct.unpack_from("<16s3I", content, at)
@@ -100,11 +100,11 @@ class Head(NamedTuple):
     cause: Alone = Alone.NOTHING_SHARED
     """Why the row cannot share, if that is known already."""
     first: tuple[FirstMedia, ...] = ()
-    """The beginnings through each of its media but the last, and but media after its first answer."""
+    """The beginnings through each medium before the first answer, without the row's last medium."""
 
 
 class _Turns(NamedTuple):
-    """A row as its head is made of it."""
+    """The parts of a row that decide its head."""
 
     messages: Sequence[Mapping[str, Any]]
     """The messages without the system prompt."""
@@ -199,11 +199,11 @@ class HeadReader:
         settings = (self._max_pixels, system, row.get("tools") or None, _given(row.get("chat_template_kwargs")))
         kinds = [kind for kind, values in listed.items() if values]
         objects = _given(row.get("objects"))
-        # Not `_Turns(...)`, which takes twice as long, because every row of a run comes here.
+        # `_Turns(...)` would take twice as long, and every row of a run comes here.
         return tuple.__new__(_Turns, (messages, texts, num_before, listed, kinds, settings, objects))
 
     def _why_alone(self, turns: _Turns) -> Alone | None:
-        """Say why a row with media shares nothing; None if it can. Missing tags are added before its first text."""
+        """Say why a row with media shares nothing; None if it can share. Adds missing tags before its first text."""
         system, texts = turns.settings[1], turns.texts
         if isinstance(system, str) and any(_TAGS[kind] in system for kind in turns.kinds):
             return Alone.TAGS
@@ -329,13 +329,13 @@ class Prefix(NamedTuple):
     """Number of tokens; 0 if the row cannot share."""
     cause: Alone = Alone.NOTHING_SHARED
     images: int = 0
-    """Images of the prefix, if the row has further media after it; else 0, because it has all images of the row."""
+    """Images of the prefix if the row has further media after it; else 0: the prefix has all images of the row."""
     patches: int = 0
-    """Vision patches of the prefix, counted as `images` are."""
+    """Vision patches of the prefix, under the same condition as `images`."""
 
 
 def prefix_of(sample: Encoded, tokens: MediaTokens, beginning: FirstMedia | None = None) -> Prefix:
-    """Count the tokens of a sample up to and including the closing token of its last medium, or that of a `beginning`.
+    """Count the tokens of a sample through the closing token of its last medium, or of the last medium of `beginning`.
 
     The prefix is shorter if a target follows soon: neither its tokens nor the token after it may be targets, and the
     sample must have at least one token after it. The prefix always has all tokens that stand for its media.
@@ -347,7 +347,7 @@ def prefix_of(sample: Encoded, tokens: MediaTokens, beginning: FirstMedia | None
         return Prefix(0)
     images = patches = 0
     if beginning is not None:
-        if len(spans) != beginning.num_of_row:  # tokens of two images may touch, and frames of a video may be apart
+        if len(spans) != beginning.num_of_row:  # tokens of two images may touch, or frames of a video lie apart
             return Prefix(0, Alone.FAMILY_UNKNOWN)
         spans = spans[: beginning.num_media]
         images, patches = sum(one.is_image for one in spans), sum(one.patches for one in spans)
@@ -398,21 +398,21 @@ def prefix_of_system(probes: Sequence[Encoded]) -> Prefix:
 
 
 class MediaInPrefix(NamedTuple):
-    """The media of a sample that are in its prefix, where further media follow it."""
+    """The media in the prefix of a sample that has further media after the prefix."""
 
     images: int
     """Number of images; videos and sounds are not counted."""
     entries: Mapping[str, int]
-    """By field of the sample, how many of its entries (grids, pixels) belong to media of the prefix: the first ones."""
+    """By field of the sample, how many of its first entries (grids, rows of pixels) belong to the prefix."""
 
 
 def has_media_after(sample: Encoded, num_tokens: int, tokens: MediaTokens) -> bool:
-    """Tell whether a sample has an image or video after its first tokens. Takes 1 us for a short rest."""
+    """Tell whether a sample has an image or video after its first `num_tokens`. Takes 1 us if few tokens follow."""
     return not {*tokens.placeholders.values()}.isdisjoint(map(int, sample["input_ids"][num_tokens:]))
 
 
 def media_in_prefix(sample: Encoded, num_tokens: int, tokens: MediaTokens) -> MediaInPrefix | None:
-    """Return which media are in the first tokens of a sample with pixels; None if all of its media are.
+    """Return the media in the first `num_tokens` of a sample with pixels; None if all of its media are there.
 
     Raises:
         CannotBeDivided: It is not known which pixels belong to which medium.
@@ -437,7 +437,7 @@ def media_in_prefix(sample: Encoded, num_tokens: int, tokens: MediaTokens) -> Me
             if name is None or value is None:
                 continue
             if len(value) != whole:
-                raise CannotBeDivided(f"{len(value)} rows of {name} for {whole} that its {tensors.kind}s have")
+                raise CannotBeDivided(f"{len(value)} rows of {name} for {whole} by the tokens of its {tensors.kind}s")
             entries[name] = num
     return MediaInPrefix(sum(one.is_image and one.start < num_tokens for one in spans), entries)
 
@@ -447,7 +447,7 @@ class CannotBeDivided(DataError):
 
 
 def shared_media(sample: Encoded, inside: MediaInPrefix | None) -> dict[str, Any]:
-    """Return the grids and pixels of a sample that are those of its prefix: all of them if `inside` is None."""
+    """Return the grids and pixels of a sample that belong to its prefix: all of them if `inside` is None."""
     media = {name: sample[name] for name in OF_MEDIA if sample.get(name) is not None}
     if inside is None:
         return media
@@ -455,9 +455,9 @@ def shared_media(sample: Encoded, inside: MediaInPrefix | None) -> dict[str, Any
 
 
 def have_same_prefix(one: Encoded, other: Encoded, length: int, tokens: MediaTokens | None = None) -> bool:
-    """Tell whether two samples have the same first tokens, and the same pixels and grids of these.
+    """Tell whether two samples have the same first `length` tokens, with the same pixels and grids.
 
-    With `tokens`, the samples may have further media after their first `length` tokens.
+    Without `tokens`, all media are compared; with `tokens`, only the media in these tokens.
     """
     if [int(token) for token in one["input_ids"][:length]] != [int(token) for token in other["input_ids"][:length]]:
         return False

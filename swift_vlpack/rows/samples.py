@@ -143,7 +143,7 @@ class PackRecord:
     num_apart: int = 0
     """Samples that were planned to share a prefix and, once they were encoded, did not."""
     alone: tuple[tuple[SampleId, Alone], ...] = ()
-    """The samples of a stream that are alone although others had their media, and why."""
+    """The samples of a stream that share nothing although another waiting sample had their medium, with the cause."""
 
     @property
     def boundaries(self) -> Boundaries:

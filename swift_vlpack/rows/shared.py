@@ -63,7 +63,7 @@ _CAUSES = {
     ),
     Alone.FAMILY_UNKNOWN: (
         "are of a family whose tensors are not known to divide by image",
-        "packing_share=none; docs/families.md lists the families",
+        "set packing_share=none; docs/families.md lists the families",
     ),
     Alone.NO_TOKEN_BETWEEN: (
         "have no token between the medium and the first token that is trained",
@@ -106,7 +106,7 @@ class SharedPrefixes:
     alone: tuple[AloneCount, ...] = ()
     """Rows that share with no other row although another row has the same medium, by cause."""
     own_media: NDArray[np.int32] | None = None  # (2, num_rows)
-    """Images and patches of each row that are not in its prefix; None if no row that shares has any."""
+    """Images and patches of each row after its prefix; None if no row that shares has any."""
 
     def __len__(self) -> int:
         return len(self.key)

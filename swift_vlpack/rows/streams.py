@@ -43,7 +43,8 @@ class StreamedRows:
     ) -> None:
         """Encode rows with this template. `seed` is used for all draws while rows are read and encoded.
 
-        `pixel_free` makes of a template one that encodes rows without pixels; without it, images are decoded.
+        `pixel_free` turns a template into a template that encodes rows without pixels. If it is None, all images are
+        decoded.
         """
         check_worker()
         self.rows = rows
@@ -110,7 +111,7 @@ class StreamedRows:
     def rows_to_encode(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[RowToEncode]:
-        """Yield the rows of the samples that `samples` yields."""
+        """Yield the rows of `samples`, not encoded yet."""
         pixel_free = self._pixel_free and self.encoder.using(self._pixel_free(self.encoder.template))
         for index, row in enumerate(self.rows_of(epoch, share)):
             if index >= start or index in held:

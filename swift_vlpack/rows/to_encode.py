@@ -1,4 +1,4 @@
-"""A row of a stream that is read, but not encoded yet: only the reader of packs knows how much of it is needed."""
+"""Hold a row that is read but not encoded: the reader of packs decides whether its pixels are needed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class RowToEncode(NamedTuple):
     sample_id: SampleId
     encoder: RowEncoder
     pixel_free: RowEncoder | None
-    """Encodes a row without decoding its media; None if the template cannot."""
+    """The encoder that decodes no media; None if there is none for the template."""
     draws: tuple[object, ...]
     """The name of the random numbers that belong to the row."""
     strict: bool = False
-    """A row that cannot be encoded ends the run."""
+    """True if a row that cannot be encoded ends the run."""
 
     def sample(self) -> Encoded | SampleError:
         """Encode the row, or return why it cannot be encoded."""
@@ -31,11 +31,11 @@ class RowToEncode(NamedTuple):
             return sample_or_error(partial(self.encoder.sample, strict=self.strict), self.row, self.sample_id)
 
     def branch(self) -> Encoded | None:
-        """Encode the row without its pixels, which another row brings; None if that is not possible."""
+        """Encode the row without its pixels, which another row brings. None: encode the whole `sample` instead."""
         if self.pixel_free is None:
             return None
         with RandomStream(*self.draws) as stream:
             sample = sample_or_error(self.pixel_free.sample, self.row, self.sample_id)
-        if isinstance(sample, SampleError) or stream.has_drawn:  # the full encoding says why, or can do it
+        if isinstance(sample, SampleError) or stream.has_drawn:  # the full encoding works, or names the error
             return None
         return without_pixels(sample)

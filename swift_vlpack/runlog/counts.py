@@ -44,7 +44,7 @@ STATE = {
 _STATE_OF_UNITS = dict.fromkeys(("num_units", "num_in_units", "num_apart", "num_shared_tokens"), Whole())
 """Further fields of a saved state, if samples shared prefixes."""
 _STATE_OF_ALONE = {"alone_because": Named(Whole())}
-"""A further field of a saved state, if samples of a stream were alone although others had their media."""
+"""A further field of a saved state, if samples of a stream were alone although another one had their medium."""
 _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
 """Further fields of a saved state, if rows were cut."""
 
@@ -112,7 +112,8 @@ class Counts:
     num_shared_tokens: int = 0
     """Tokens that were not computed again: those of prefixes, for each of their samples but the first."""
     alone_because: Counter[str] = field(default_factory=Counter)
-    """Samples of a stream that were alone although others had their media, by cause. Plans know this beforehand."""
+    """By cause, samples of a stream that were alone although another one had their medium. Of planned data, the plan
+    counts them."""
     num_tokens_unpacked: int = 0
     """Tokens of the same samples in padded batches, padding included."""
     num_steps: int = 0
@@ -177,8 +178,8 @@ class Counts:
     def shared(self, shared: Sequence[int], *, num_apart: int = 0, alone_because: Iterable[str] = ()) -> None:
         """Count the units of a pack: `shared` are the tokens that each sample shares with the one before it.
 
-        They are no part of the lengths that `packed` counts. `num_apart` samples left their unit once encoded.
-        `alone_because` has the cause of each sample that is alone although others had its media.
+        The lengths that `packed` counts do not contain these tokens. `num_apart` samples left their unit once encoded.
+        `alone_because` has the cause of each sample that is alone although another one had its medium.
         """
         self.num_apart += num_apart
         self.alone_because.update(alone_because)
@@ -258,7 +259,7 @@ class Counts:
 
     @property
     def tells_of_sharing(self) -> bool:
-        """Tell whether samples shared prefixes, or could have."""
+        """Tell whether there is anything to report of sharing: units, or samples that could have shared."""
         return bool(self.num_units or self.num_apart or self.alone_because)
 
     @property

@@ -49,12 +49,19 @@ def packed(template, rows, form="stream", **options):
 def test_every_state_has_the_same_future_in_units(template, form, strategy, tmp_path):
     """SHARE-11 STREAM-9: from before the first pack to after the last; every row comes once."""
     rows = rows_about(tmp_path, 10, 3)
-    rows[4:4] = [image_row(["/gone.jpg"]), text_row("long", "word " * 300)]
+    late = [
+        {**row, "messages": text_row(f"see <image> {n}?")["messages"]} for n, row in enumerate(rows) if "images" in row
+    ]
+    rows = [*rows, *late[::5], image_row(["/gone.jpg"]), text_row("long", "word " * 300)]
+    random.Random(3).shuffle(rows)
     options = {**SHARE, "packing_strategy": strategy}
     full = records(buffered(template, rows, form, **options))
     assert set(everything(full).values()) == {1}
     assert len(everything(full)) == len(rows)
-    assert any(state.get("units") for record in full for state in record.progress), "a unit waits over a pack's end"
+    states = [state for record in full for state in record.progress]
+    assert any(state.get("units") for state in states), "a unit waits over a pack's end"
+    assert any(state.get("alone") for state in states)
+    assert any(record.alone for record in full)
     for num_trained in range(len(full) + 1):
         again = buffered(template, rows, form, **options)
         again.restore(progress_after(full[:num_trained], 0))
@@ -165,6 +172,9 @@ def test_rows_with_other_pixels_never_join(template, tmp_path):
         waiting = Waiting(packs_config(template, rows), reader.tokens)
         waiting.add(0, dict(first), begins)
         assert (waiting.join(1, sample, begins, lambda *_: True) is not None) == joins
+        if not joins:
+            waiting.add(1, sample, begins)
+            assert waiting.take(1).alone == [(sample["sample_id"], Alone.DIFFERS)]
 
 
 def test_state_whose_rows_no_longer_begin_alike_is_refused(template, tmp_path):
