@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -278,6 +278,12 @@ class PackingConfig:
     def shares_media(self) -> bool:
         """Tell whether rows that begin with the same media share them."""
         return self.packing_share == MEDIA
+
+    def without_sharing(self) -> PackingConfig:
+        """Return the same options under `packing_share=none`."""
+        names = ("packing_share", "packing_share_max", "packing_share_min")
+        usual: dict[str, Any] = {spec.name: spec.default for spec in fields(self) if spec.name in names}
+        return replace(self, **usual)
 
     @property
     def what_is_packed(self) -> str:

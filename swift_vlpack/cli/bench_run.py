@@ -91,7 +91,7 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
     # An empty folder: the length pass is measured as at a first start, when no lengths are remembered.
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
         given = packing_config(run.args)
-        config = replace(_unshared(given) if args.phase == UNSHARED else given, packing_cache_dir=folder)
+        config = replace(given.without_sharing() if args.phase == UNSHARED else given, packing_cache_dir=folder)
         use_attention(run.model, run.args.attn_impl)
         all_sources, _ = load_sources(run.args, config)
         sources = [some_of(source, args.rows, together=_together(given)) for source in all_sources]
@@ -189,13 +189,6 @@ def workers_to_try(cores: int) -> list[int]:
     """
     powers = [1 << at for at in range(cores.bit_length()) if 1 << at <= cores]
     return sorted({0, *powers, cores})
-
-
-def _unshared(config: PackingConfig) -> PackingConfig:
-    """Return the same options without sharing."""
-    usual = PackingConfig(packing_length=config.packing_length)
-    names = ("packing_share", "packing_share_max", "packing_share_min")
-    return replace(config, **{name: getattr(usual, name) for name in names})
 
 
 def _together(config: PackingConfig) -> int:

@@ -72,7 +72,7 @@ class BranchEncoder:
 
     def __init__(self) -> None:
         self.can_be_encoded = True
-        """False once a branch differed from its whole encoding."""
+        """False after a row was not what its header or its head promised: then all rows are encoded whole."""
         self._num_compared = 0
 
     def of(self, row: RowToEncode) -> Encoded | None:
@@ -80,11 +80,11 @@ class BranchEncoder:
         branch = row.branch()
         if branch is None or self._num_compared == _NUM_COMPARED:
             return branch
-        whole = row.sample()
+        whole, has_drawn = row.whole()
         if isinstance(whole, SampleError):
             return None
         self._num_compared += 1
-        self.can_be_encoded = are_equal(without_pixels(whole), branch)
+        self.can_be_encoded = not has_drawn and are_equal(without_pixels(whole), branch)
         return whole if self.can_be_encoded else None
 
 
@@ -100,7 +100,7 @@ class Waiting:
         self._by_key: dict[bytes, list[ItemId]] = {}
         self._by_head: dict[bytes, list[ItemId]] = {}
         self._by_medium: dict[bytes, list[ItemId]] = {}
-        self._refused: ItemId | None = None
+        self.refused: ItemId | None = None
         """The sample that was refused last: it has the key of another one with room for it, but differs."""
 
     def __getitem__(self, key: ItemId) -> Held:
@@ -119,7 +119,7 @@ class Waiting:
     def add(self, key: ItemId, sample: Encoded, beginning: Beginning) -> None:
         """Let a sample wait by itself; later samples may join it."""
         held = Held(Unit([sample]), [key], [int(sample["length"])], beginning)
-        self._say_why_alone(held, is_refused=self._refused == key)
+        self._say_why_alone(held, is_refused=self.refused == key)
         self._hold(key, held)
 
     def join(self, key: ItemId, sample: Encoded, beginning: Beginning, fits: Fits) -> tuple[ItemId, Size] | None:
@@ -137,7 +137,7 @@ class Waiting:
         self, key: ItemId, head: bytes, encode: Callable[[], Encoded | None], fits: Fits
     ) -> tuple[ItemId, Size] | None:
         """Do as `join` for a row that is not encoded yet. Calls `encode` only if an item with the same head waits."""
-        items = [item for item in self._by_head.get(head, ()) if len(self._held[item].ids) < self._most]
+        items = self._by_head.get(head)
         if not items:
             return None
         prefix = next(iter(self._held[items[0]].beginning.prefixes.values()))()
@@ -158,13 +158,15 @@ class Waiting:
         own = own_size(sample, prefix, self._tokens)
         for item in items:
             held = self._held[item]
-            if len(held.ids) >= self._most or held.unit.prefix not in (0, prefix.length) or not fits(item, own):
+            if held.unit.prefix not in (0, prefix.length) or not fits(item, own):
                 continue
             if _branches(held, sample, prefix, self._tokens):
                 held.ids.append(key)
                 held.lengths.append(length)
+                if len(held.ids) >= self._most:
+                    self.unlist([item])
                 return item, own
-            self._refused = key
+            self.refused = key
         return None
 
     def restore(
@@ -196,16 +198,21 @@ class Waiting:
 
     def take(self, item: ItemId) -> Held:
         """Remove an item, and return its samples."""
-        held = self._held.pop(item)
-        for places, digest in self._places(held.beginning):
-            places[digest].remove(item)
-            if not places[digest]:
-                del places[digest]
-        return held
+        self.unlist([item])
+        return self._held.pop(item)
+
+    def unlist(self, items: Iterable[ItemId]) -> None:
+        """Let no further sample find these items."""
+        for item in items:
+            for places, digest in self._places(self._held[item].beginning):
+                if item in (found := places.get(digest, [])):
+                    found.remove(item)
+                    if not found:
+                        del places[digest]
 
     def _hold(self, item: ItemId, held: Held) -> None:
         self._held[item] = held
-        for places, digest in self._places(held.beginning):
+        for places, digest in self._places(held.beginning) if len(held.ids) < self._most else ():
             places.setdefault(digest, []).append(item)
 
     def _places(self, begins: Beginning) -> list[tuple[dict[bytes, list[ItemId]], bytes]]:

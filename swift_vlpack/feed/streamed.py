@@ -104,10 +104,14 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
             return super().preview_in_units(num_samples)
         reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
         waiting, whole = Waiting(self.config, reader.tokens), dict[ItemId, Encoded]()
-        encoded = ((row, row.sample()) for row in self.dataset.rows_to_encode(0))
-        read = ((row, sample) for row, sample in encoded if isinstance(sample, dict))
-        for number, (row, sample) in enumerate(islice(read, num_samples)):
-            whole[number], begins = sample, reader.of(row, sample)
+        read = (
+            (row, span, sample)
+            for row in self.dataset.rows_to_encode(0)
+            for span, sample in in_parts(row.sample(), self.dataset.encoder.cutter)
+            if isinstance(sample, dict)
+        )
+        for number, (row, span, sample) in enumerate(islice(read, num_samples)):
+            whole[number], begins = sample, reader.of(row, sample) if span is None else NOTHING_SHARED
             if waiting.join(number, sample, begins, lambda *_: True) is None:
                 waiting.add(number, sample, begins)
         found = [(held, at) for held in waiting.held for at in range(len(held.ids))]
@@ -223,7 +227,7 @@ class _Buffer:
                 self._take(row)
                 while len(self._ready) > 1:
                     yield self._next()
-            self._ready += [pack.items for pack in self._packer.flush()]
+            self._make_ready(self._packer.flush())
             self._is_at_end = True
         while self._ready:
             yield self._next()
@@ -262,8 +266,7 @@ class _Buffer:
         waits = {item.id for item in self._packer.held}
         for item, rows in self._units.items():
             if item in waits:
-                # The packer's state has the tokens of the unit, but counts it as one sample.
-                self._packer.join(item, Size(0), len(rows) - 1)
+                self._packer.count_joined(item, len(rows) - 1)
 
     def _held_items(self) -> list[Item]:
         """Return the items that wait, in the order in which the first row of each came."""
@@ -299,6 +302,7 @@ class _Buffer:
             why_alone = self._why_alone.get(item.id, Alone.NOTHING_SHARED)
             self._waiting.restore(alone, [found[one.id] for one in alone], why_alone)
         self._units, self._why_alone = {}, {}
+        self._waiting.unlist(item.id for items in self._ready for item in items)
 
     def _beginning(self, given: RowToEncode, row: Encoded, key: ItemId) -> Beginning:
         """Return how a row begins; parts of rows share nothing."""
@@ -311,7 +315,7 @@ class _Buffer:
         self._num_read += 1
         if (joined := self._join_undecoded(number, given)) is not None:
             self._num_failed_in_a_row = 0
-            self._ready += [pack.items for pack in self._packer.join(*joined)]
+            self._make_ready(self._packer.join(*joined))
             return
         row = given.sample()
         if isinstance(row, SampleError):
@@ -324,14 +328,22 @@ class _Buffer:
                 self._left_out.append(sample)
             elif not isinstance(sample, SampleError):
                 key = _item_id(number, span)
-                self._ready += [pack.items for pack in self._place(key, sample, self._beginning(given, row, key))]
+                self._make_ready(self._place(key, sample, self._beginning(given, row, key)))
+
+    def _make_ready(self, packs: list[Pack]) -> None:
+        """Keep packs until they are asked for. Their samples are found by no further one."""
+        self._ready += [pack.items for pack in packs]
+        self._waiting.unlist(item.id for pack in packs for item in pack.items)
 
     def _join_undecoded(self, number: int, given: RowToEncode) -> tuple[ItemId, Size] | None:
         """Let a row join a waiting row without decoding its media. None: the caller must encode the row whole."""
         if self._beginnings is None or self._cutter is not None or not self._branches.can_be_encoded:
             return None
         head = self._beginnings.head(given)
-        return self._waiting.join_undecoded(number, head, lambda: self._branches.of(given), self._packer.fits)
+        joined = self._waiting.join_undecoded(number, head, lambda: self._branches.of(given), self._packer.fits)
+        if joined is None and self._waiting.refused == number:  # its head is equal, but its tokens or pixels are not
+            self._branches.can_be_encoded = False
+        return joined
 
     def _place(self, key: ItemId, sample: Encoded, beginning: Beginning) -> list[Pack]:
         """Let a sample join samples that begin alike, or wait by itself. Returns the packs that are ready."""

@@ -73,7 +73,7 @@ def evaluation_data(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
 def _without_loss_of_rows(config: PackingConfig) -> PackingConfig:
     """Return options that keep every row, and keep it whole, because an evaluation averages over all rows."""
     return dataclasses.replace(
-        config,
+        config.without_sharing(),  # a loss of every row is cut out of the sequence, which has no prefixes then
         packing_batch=PACKS,  # an evaluation has no steps
         packing_strategy="greedy" if config.packing_strategy == WINDOW else config.packing_strategy,
         packing_drop_last=False,

@@ -12,7 +12,8 @@ object for an item. For a stream, `Packer` keeps the items themselves in additio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -56,7 +57,9 @@ class Buffer:
         self._uses: list[tuple[int, ...]] = []  # what each item uses of the limits; empty without caps
         self._beside: list[list[Any]] = [self.serials, self._uses] if self._limits else [self.serials]
         self._num_carried: dict[int, int] = {}  # serial -> how often the buffer was packed without the item
-        self._num_joined: dict[int, int] = {}  # serial -> how many samples have joined the item
+        self.num_samples: Mapping[int, int] = {}
+        """The samples of an item that is several, by its serial number. `lengthen` adds further ones."""
+        self._num_joined = Counter[int]()  # serial -> how many samples have joined the item
 
     def __len__(self) -> int:
         return len(self.serials)
@@ -64,7 +67,11 @@ class Buffer:
     @property
     def is_full(self) -> bool:
         """Tell whether it is time to `step`."""
-        return len(self.serials) >= self._num_to_step
+        return len(self.serials) + self._num_joined.total() >= self._num_to_step
+
+    def samples_of(self, serial: int) -> int:
+        """Return the number of samples of an item."""
+        return self.num_samples.get(serial, 1) + self._num_joined[serial]
 
     def add(self, serial: int, length: int, use: tuple[int, ...] = (), num_carried: int = 0) -> None:
         """Add an item. `use` is what it uses of each cap that is set (`use_of_caps`)."""
@@ -90,7 +97,7 @@ class Buffer:
         """Add samples to an item. `more` are their tokens, and `use` is how much of each cap they take."""
         index = self.serials.index(serial)
         self._shelf.lengthen(index, more)
-        self._num_joined[serial] = self._num_joined.get(serial, 0) + num_samples
+        self._num_joined[serial] += num_samples
         if self._limits:
             self._uses[index] = tuple(map(sum, zip(self._uses[index], use, strict=True)))
 
@@ -125,7 +132,7 @@ class Buffer:
             [self._capacity - sum(lengths[i] for i in group) for group in groups],
             self.shortest,
             self.config,
-            counts=[sum(1 + self._num_joined.get(self.serials[i], 0) for i in group) for group in groups],
+            counts=[sum(self.samples_of(self.serials[i]) for i in group) for group in groups],
             num_items=num_items,
         )
         dropped = [] if remainder is None else [self.serials[i] for i in groups.pop(remainder)]

@@ -282,6 +282,7 @@ def _pack_units(recipe: Recipe, drawn: DrawnEpoch, shared: NDArray[np.int32], na
         recipe.config,
         images=sizes[IMAGES, numbers],
         patches=sizes[PATCHES, numbers],
+        samples=units.counts[numbers],
         seed=recipe.seed + drawn.epoch,
         label=None if name_of is None else lambda item: name_of(*drawn.sample(int(units.starts[numbers[item]]))),
     )
@@ -361,7 +362,7 @@ def _steps_packed(drawn: DrawnEpoch, step: UnpackedStep, config: PackingConfig, 
     if units is not None and drawn.shared is not None:
         sizes, batch = _sizes_of(units, drawn, drawn.shared), batch[units.starts]
     lengths, images, patches, _ = sizes
-    columns = {"images": images, "patches": patches}
+    columns = {"images": images, "patches": patches, "samples": None if units is None else units.counts}
     packs = pack_steps(lengths, batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
     if units is None or drawn.shared is None:
         return packs
@@ -503,7 +504,7 @@ def _together(
         prefixes.length,
         drawn.lengths,
         capacity=config.packing_length,
-        most=config.packing_share_max,
+        most=min(config.packing_share_max, config.packing_max_samples or config.packing_share_max),
         row=row,
         limits=limits,
     )

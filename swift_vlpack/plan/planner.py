@@ -55,12 +55,14 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     *,
     images: ArrayLike | None = None,
     patches: ArrayLike | None = None,
+    samples: NDArray[Any] | None = None,
     seed: int = 0,
     cost: CostModel | None = None,
     label: Label | None = "item {!r}".format,
 ) -> Plan:
     """Pack a whole epoch of known lengths. `images` and `patches` are counts per item, for caps and costs.
 
+    `samples` has the number of samples of each item; None stands for one each.
     `label` returns the name of an item for the log, if it is left out or alone; None logs nothing.
     """
     sizes = whole_numbers(lengths, "length", least=1)
@@ -81,7 +83,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
         "cost": cost or CostModel(),
         "seed": seed,
     }
-    planned = _packed_in_buffers(inputs, label)
+    planned = _packed_in_buffers(inputs, samples, label)
     if config.packing_strategy != "exact" or config.has_caps:
         return planned
     for group, method, max_items in (
@@ -90,25 +92,29 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     ):
         if len(planned) == planned.lower_bound or len(sizes) > max_items:
             break
-        whole = _packed_at_once(inputs, group, method)
+        whole = _packed_at_once(inputs, samples, group, method)
         # Do not take fewer packs at the price of a sample: to leave more out is no gain.
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
             planned = whole
     return planned
 
 
-def _packed_in_buffers(inputs: dict[str, Any], label: Label | None) -> Plan:
+def _packed_in_buffers(inputs: dict[str, Any], samples: NDArray[Any] | None, label: Label | None) -> Plan:
     """Run the packer over the lengths, in chunks."""
     columns = (inputs["lengths"], inputs["images"], inputs["patches"])
     made = _Packs()
     packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=made.drop, label=label)
+    if samples is not None:
+        # An item that is pushed gets its serial number from 1 on, and an item in chunks its index.
+        first = int(packer.buffer.is_in_order)
+        packer.buffer.num_samples = {serial: num for serial, num in enumerate(samples.tolist(), start=first) if num > 1}
     if packer.buffer.is_in_order:
         for item in _items(columns, np.arange(len(columns[0]))):
             # The columns were checked as arrays, so there is no need to check the items one by one.
             made.add([pack.ids for pack in packer.push_checked(item)])  # type: ignore[misc]
         made.add([pack.ids for pack in packer.flush()])  # type: ignore[misc]
     else:
-        _pack_numbers(columns, packer, made)
+        _pack_numbers(columns, samples, packer, made)
     whole = Plan(
         **inputs,
         members=_int32(made.members),
@@ -120,7 +126,7 @@ def _packed_in_buffers(inputs: dict[str, Any], label: Label | None) -> Plan:
     return whole if (order[1:] > order[:-1]).all() else whole.reordered(order)
 
 
-def _pack_numbers(columns: Columns, packer: Packer, made: _Packs) -> None:
+def _pack_numbers(columns: Columns, samples: NDArray[Any] | None, packer: Packer, made: _Packs) -> None:
     """Give the packs that one gets by pushing the items one by one, without an object for each item."""
     lengths, config, buffer = columns[0], packer.config, packer.buffer
     is_alone = must_be_alone(*columns, config)
@@ -131,11 +137,14 @@ def _pack_numbers(columns: Columns, packer: Packer, made: _Packs) -> None:
     shared = np.flatnonzero(~is_alone)
     buffer.shortest = int(lengths[shared].min(initial=config.packing_length))
     serials, sizes, images, patches = (_numbers(column, shared) for column in (np.arange(len(lengths)), *columns))
-    uses = zip(*use_of_caps(repeat(1), images, patches, config), strict=False)
+    of_items = repeat(1) if samples is None else _numbers(samples, shared)
+    uses = zip(*use_of_caps(of_items, images, patches, config), strict=False)
     while buffer.fill(serials, sizes, uses):
         newest = buffer.serials[-1]
         made.add(buffer.step(), time=newest)
-    packs, remainder = buffer.flush(len(lengths) - sum(map(len, made.dropped.values())))
+    dropped = np.array([item for items in made.dropped.values() for item in items], dtype=np.int64)
+    num_dropped = len(dropped) if samples is None else int(samples[dropped].sum())
+    packs, remainder = buffer.flush((len(lengths) if samples is None else int(samples.sum())) - num_dropped)
     made.add(packs, time=len(lengths))
     if remainder:
         made.dropped[Reason.UNDERFILLED.value] = array("i", remainder)
@@ -175,7 +184,7 @@ def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.
     return pack_of, num_packs
 
 
-def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> Plan:
+def _packed_at_once(inputs: dict[str, Any], samples: NDArray[Any] | None, group: Assignment, method: str) -> Plan:
     """Group all lengths at once, and put the packs in an order that does not depend on their sizes."""
     config, lengths = inputs["config"], inputs["lengths"]
     alone = lengths >= config.packing_length
@@ -195,12 +204,14 @@ def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> P
         dropped={reason: items for reason, items in dropped.items() if len(items)},
         method=method,
     )
-    kept = _without_remainder(whole, num_packs)
+    kept = _without_remainder(whole, samples, num_packs)
     # Shuffle: best fit lists packs by size, and training in that order would be an unwanted curriculum.
     return kept.reordered(permutation(len(kept), kept.seed, "epoch"))
 
 
-def _without_remainder(whole: Plan, num_shared: int) -> Plan:
+def _without_remainder(whole: Plan, samples: NDArray[Any] | None, num_shared: int) -> Plan:
+    of_members = np.ones(len(whole.members), dtype=np.int64) if samples is None else samples[whole.members]
+    of_packs = np.diff(np.append(0, np.cumsum(of_members))[whole.offsets])
     tokens = whole.num_tokens_per_pack[:num_shared]
     config = whole.config
     remainder = remainder_to_drop(
@@ -208,8 +219,8 @@ def _without_remainder(whole: Plan, num_shared: int) -> Plan:
         (config.packing_length - tokens).tolist(),
         int(whole.lengths.min(initial=config.packing_length)),
         config,
-        counts=whole.num_samples_per_pack[:num_shared].tolist(),
-        num_items=len(whole.members),
+        counts=of_packs[:num_shared].tolist(),
+        num_items=int(of_members.sum()),
     )
     if remainder is None:
         return whole

@@ -98,12 +98,14 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
     num_ranks: int,
     images: NDArray[np.integer[Any]] | None = None,
     patches: NDArray[np.integer[Any]] | None = None,
+    samples: NDArray[np.integer[Any]] | None = None,
     seed: int = 0,
     cost: CostModel | None = None,
 ) -> Plan:
     """Pack each step of an epoch for `num_ranks` ranks. The un-packed run may have another number of ranks.
 
-    `batch` has the un-packed batch of each sample. A length of 0 is a row that cannot be encoded, so its step has one
+    `batch` has the un-packed batch of each sample. `samples` has the number of samples of each item, if some are units.
+    A length of 0 is a row that cannot be encoded, so its step has one
     sample less.
     """
     cost = cost or CostModel()
@@ -113,7 +115,7 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
     step = batch[in_steps] // size.num_batches
     num_steps = int(batch.max(initial=IN_NO_STEP)) // size.num_batches + 1
     ends = np.searchsorted(step, np.arange(num_steps), side="right").tolist()
-    packer = _StepPacker(lengths, images, patches, config, cost.of_samples(lengths, patches), num_ranks)
+    packer = _StepPacker(lengths, images, patches, samples, config, cost.of_samples(lengths, patches), num_ranks)
     members: list[int] = []
     counts: list[int] = []
     batches: list[int] = []
@@ -151,20 +153,22 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
 class _StepPacker:
     """Pack the samples of one step after the other. Holds the sizes of all samples."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - columns of the data, then how they are packed
         self,
         lengths: NDArray[Any],
         images: NDArray[Any] | None,
         patches: NDArray[Any] | None,
+        num_samples: NDArray[Any] | None,
         config: PackingConfig,
         costs: NDArray[np.float64],
         num_ranks: int,
     ) -> None:
         nothing = np.zeros(len(lengths), dtype=np.int64)
         images, patches = (nothing if column is None else column for column in (images, patches))
+        num_samples = nothing + 1 if num_samples is None else num_samples
         self._lengths, self._costs, self._num_ranks = lengths, costs, num_ranks
         self._is_alone = must_be_alone(lengths, images, patches, config)
-        self._uses = np.stack(use_of_caps(nothing + 1, images, patches, config), axis=1) if config.has_caps else None
+        self._uses = np.stack(use_of_caps(num_samples, images, patches, config), axis=1) if config.has_caps else None
         self._limits = tuple(config.caps.values())
         self._config = config
         self._strategy = strategy_named(config.packing_strategy)

@@ -31,6 +31,7 @@ from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.cutting import left_out_part, part_sizes
 from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
 from swift_vlpack.rows.prefixes import without_pixels
+from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import Row, RowSource
@@ -66,6 +67,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self.strict = strict
         self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle, ratio_by=ratio_by)
         self._pixel_free = pixel_free
+        self._shares_media = False
         self._take_encoder(RowEncoder(template))
         self.epoch = 0
         self._schedule: Schedule | None = None  # made when `dataset[i]` is first used, which packing never does
@@ -184,7 +186,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[RowToEncode]:
         """Yield the rows of `samples`, not encoded yet."""
-        make = self._pixel_free
+        make = self._pixel_free if self._shares_media else None
         pixel_free = [make and encoder.using(make(encoder.template)) for encoder in self.encoders]
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
@@ -193,8 +195,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
             address = Address(*schedule[position])
             encoders = self.encoders[address.source], pixel_free[address.source]
             # Draw by position and not by row: a row that comes twice in an epoch draws twice.
-            draws = (self.mix.seed, epoch, position)
-            yield RowToEncode(self.row(address), self.sample_id(address), *encoders, draws, self.strict)
+            with RandomStream(self.mix.seed, epoch, position) as draws:
+                row = self.row(address)
+            yield RowToEncode(row, self.sample_id(address), *encoders, draws, self.strict)
 
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
         """Save the true size of a row for the plan of the next run, if this run planned with another size."""
@@ -235,6 +238,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def encode_for(self, config: PackingConfig) -> None:
         """Encode rows for a run with these options from now on: mask labels, and cut rows."""
         self._take_encoder(RowEncoder.of(self.template, config))
+        self._shares_media = config.shares_media
 
     def _take_encoder(self, encoder: RowEncoder) -> None:
         self.encoder = encoder

@@ -55,6 +55,7 @@ class StreamedRows:
         self.strict = strict
         self._seed = seed
         self._pixel_free = pixel_free
+        self._shares_media = False
 
     def __repr__(self) -> str:
         return f"<StreamedRows: {self.name}>"
@@ -62,6 +63,7 @@ class StreamedRows:
     def encode_for(self, config: PackingConfig) -> None:
         """Encode rows for a run with these options from now on: mask labels, and cut rows."""
         self.encoder = RowEncoder.of(self.template, config)
+        self._shares_media = config.shares_media
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the rows with dill, for spawned workers: ms-swift maps a lambda, which pickle refuses."""
@@ -112,11 +114,12 @@ class StreamedRows:
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[RowToEncode]:
         """Yield the rows of `samples`, not encoded yet."""
-        pixel_free = self._pixel_free and self.encoder.using(self._pixel_free(self.encoder.template))
+        make = self._pixel_free if self._shares_media else None
+        pixel_free = make and self.encoder.using(make(self.encoder.template))
         for index, row in enumerate(self.rows_of(epoch, share)):
             if index >= start or index in held:
                 number = share.row(index)
-                draws = (self._seed, epoch, self.name, number)
+                draws = RandomStream(self._seed, epoch, self.name, number)
                 yield RowToEncode(row, SampleId(self.name, number), self.encoder, pixel_free, draws, self.strict)
 
     def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:

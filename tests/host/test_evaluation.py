@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from swift_vlpack.errors import ConfigError
-from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.data_rows import mixed_rows, rows_about_images, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
 from tests.marks import telling
@@ -64,6 +64,27 @@ def test_packed_evaluation_is_a_mean_of_the_batches_of_rows(flags, evaluation):
         assert {name: packed[name] for name in same} == pytest.approx({name: plain[name] for name in same}, rel=1e-5)
     assert plain["eval_samples_per_second"] * plain["eval_runtime"] == pytest.approx(NUM_ROWS, abs=0.1)
     assert packed["eval_samples_per_second"] * packed["eval_runtime"] == pytest.approx(NUM_ROWS, abs=0.1)
+
+
+@pytest.mark.parametrize("flags", [{}, telling({"use_logits_to_keep": "false"})])
+def test_evaluation_beside_rows_that_share_is_that_of_rows(flags, small_folder, tmp_path):
+    """TRAIN-5 SHARE-9: validation rows share nothing, as the loss of each row is cut out of its sequence."""
+    rows = [row for of_image in rows_about_images(tmp_path, 3, 4, seed=2) for row in of_image]
+    data = write_jsonl(tmp_path / "vqa.jsonl", rows)
+    losses = []
+    for eval_packing in ("false", "true"):
+        packing_options(
+            packing_verify="false", packing_strategy="exact", packing_share="media", eval_packing=eval_packing
+        )
+        flags_of_run = {
+            "dataset": data, "val_dataset": data, "split_dataset_ratio": 0, "eval_on_start": "true",
+            "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "learning_rate": 0, "max_length": 256,
+            "per_device_eval_batch_size": 3, **flags,
+        }  # fmt: skip
+        family = "qwen2_5_vl"
+        history = train(packed_argv(small_folder(family), family, tmp_path / eval_packing, **flags_of_run))
+        losses.append(next(line["eval_loss"] for line in history["log_history"] if "eval_loss" in line))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_packs_are_evaluated_with_a_model_on_several_devices(evaluation, monkeypatch):

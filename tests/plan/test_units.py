@@ -63,7 +63,15 @@ def sequences_of(plan):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"packing_strategy": "greedy"}, {"packing_strategy": "binpack"}, {"packing_max_images": 3}]
+    "options",
+    [
+        {},
+        {"packing_strategy": "greedy"},
+        {"packing_strategy": "binpack"},
+        {"packing_max_images": 3},
+        {"packing_max_samples": 3},
+        {"packing_max_samples": 3, "packing_strategy": "greedy"},
+    ],
 )
 def test_every_row_is_in_one_unit_of_its_image(options):
     """SHARE-3, SHARE-4: conservation, capacity and the tokens of sequences, counted row by row."""
@@ -89,6 +97,7 @@ def test_every_row_is_in_one_unit_of_its_image(options):
                     assert in_unit <= recipe.config.packing_share_max
                     expected += length - num_shared
                 assert num_tokens == expected
+                assert len(members) <= (recipe.config.packing_max_samples or len(members))
                 assert num_tokens <= recipe.config.packing_length or len(members) == 1
             assert set(seen) == set(np.flatnonzero(rows[:, 2]).tolist())
             assert max(seen.values()) == 1
@@ -250,6 +259,23 @@ def test_units_follow_from_one_column():
     units = Units.of(made.shared)
     assert units.counts.tolist() == [2, 2, 1, 1]
     assert units.samples(np.array([1])).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("strategy", ["best_fit", "binpack", "exact", "greedy"])
+def test_remainder_is_bounded_in_rows_of_units(strategy):
+    """SHARE-4 PACK-4: a unit of 16 rows that fills no pack is no small remainder of 116 rows."""
+    rows = np.array([(0, 0, 390, 0, 0)] * 100 + [(1, 16, 20, 1, 4)] * 16)
+    packs = plan_epoch(recipe_of(rows, packing_strategy=strategy, packing_share_max=16), 0).packs
+    assert packs.num_dropped == {}
+    assert len(packs.members) == 116
+
+
+def test_steps_keep_the_cap_of_samples():
+    """SHARE-5"""
+    rows = np.array([(1, 16, 20, 1, 4)] * 12)
+    step = UnpackedStep(12, 1, 1)
+    plan = plan_epoch(recipe_of(rows, packing_max_samples=4, packing_batch="samples", step=step, shuffle=False), 0)
+    assert plan.packs.num_samples_per_pack.tolist() == [4, 4, 4]
 
 
 def test_rows_that_share_nothing_are_planned_as_without_sharing():

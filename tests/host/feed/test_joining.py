@@ -15,6 +15,7 @@ from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import PIXELS
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.prefixes import are_equal
+from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.source import RowSource
@@ -98,10 +99,13 @@ def packs_config(template, rows):
 def test_units_keep_their_bounds(template, tmp_path):
     """SHARE-11: rows of a unit, tokens of a pack, samples of a pack; a new unit takes what does not fit."""
     rows = rows_about(tmp_path, 1, 9, num_texts=0)
-    shared = [pack.record.shared for pack in packed(template, rows, packing_share_max=3, packing_length=2000)]
+    shared = [
+        pack.record.shared
+        for pack in packed(template, rows, packing_share_max=3, packing_length=2000, packing_buffer=50)
+    ]
     assert [one.count(0) for one in shared] == [3]
     assert [len(one) for one in shared] == [9]
-    by_cap = packed(template, rows, packing_max_samples=4, packing_length=2000)
+    by_cap = packed(template, rows, packing_max_samples=4, packing_length=2000, packing_buffer=50)
     assert sorted(len(pack) for pack in by_cap) == [1, 4, 4]
     small = packed(template, rows, packing_length=100)
     assert all(pack.record.num_tokens <= 100 for pack in small)
@@ -161,7 +165,7 @@ def test_rows_with_other_pixels_never_join(template, tmp_path):
     rows = rows_about(tmp_path, 1, 2, num_texts=0)
     encoder = RowEncoder.of(template, packs_config(template, rows))
     reader = BeginningReader(encoder, 64)
-    given = [RowToEncode(row, SampleId("data", n), encoder, None, (n,)) for n, row in enumerate(rows)]
+    given = [RowToEncode(row, SampleId("data", n), encoder, None, RandomStream(n)) for n, row in enumerate(rows)]
     first, second = (one.sample() for one in given)
     begins = reader.of(given[0], first)
     same = reader.of(given[1], second)
@@ -204,8 +208,8 @@ def undecoded(template, data, form, pixel_free, **options):
 @pytest.fixture
 def encoded_whole(monkeypatch):
     """The names of the rows that are encoded with their pixels."""
-    names, encode = [], RowToEncode.sample
-    monkeypatch.setattr(RowToEncode, "sample", lambda row: names.append(row.sample_id) or encode(row))
+    names, encode = [], RowToEncode.whole
+    monkeypatch.setattr(RowToEncode, "whole", lambda row: names.append(row.sample_id) or encode(row))
     return names
 
 
@@ -300,3 +304,35 @@ def test_state_has_the_same_future_where_rows_share_some_images(template, tmp_pa
         went_on = records(again)
         assert contents(went_on) == contents(full[num_trained:])
         assert [one.shared for one in went_on] == [one.shared for one in full[num_trained:]]
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_rows_whose_pixels_differ_never_get_those_of_another(template, draws, tmp_path, monkeypatch):
+    """SHARE-14: a template that changes pixels only, at random or by a column, is noticed when rows are compared."""
+    from swift_vlpack.host.headers import branch_template
+
+    rows = [{**row, "flip": n % 2} for n, row in enumerate(rows_about(tmp_path, 1, 30, num_texts=0))]
+    encode = RowToEncode.whole
+
+    def changing(row):
+        sample, has_drawn = encode(row)
+        noise = torch.rand(1) if draws else torch.tensor(float(row.row["flip"]))
+        return {**sample, "pixel_values": sample["pixel_values"] + noise}, has_drawn or draws
+
+    monkeypatch.setattr(RowToEncode, "whole", changing)
+    packs = undecoded(template, rows, "stream", branch_template, packing_length=4000, packing_share_max=30)
+    units = []
+    for pack in packs:
+        for key, num_shared in zip(pack.record.sample_ids, pack.record.shared or [0] * len(pack), strict=True):
+            units = [*units[:-1], [*units[-1], key.row]] if num_shared else [*units, [key.row]]
+    assert sorted(row for unit in units for row in unit) == list(range(30))
+    assert all(len({row % 2 for row in unit}) == 1 for unit in units)
+    assert any(len(unit) > 1 for unit in units) is not draws
+
+
+def test_buffer_counts_the_samples_of_units(template, tmp_path):
+    """SHARE-11: rows that share take places like others; one more pack is made before the first one is given."""
+    rows = rows_about(tmp_path, 4, 10, num_texts=0)
+    packs = iter(buffered(template, rows, "stream", **SHARE, packing_length=4000))
+    (state,) = next(packs).record.progress
+    assert state["num_read"] <= 2 * 8

@@ -253,3 +253,17 @@ def test_changed_data_is_refused(template, change, message):
     again.restore(progress)
     with pytest.raises(StateMismatch, match=message):
         records(again)
+
+
+def test_rows_are_read_with_random_numbers_of_their_own(template):
+    """RAND-2 STREAM-9: a data set that draws when it is read moves no draw of training, and draws the same again."""
+
+    class Drawing(list):
+        def __getitem__(self, at):
+            return text_row(f"{random.random()}", "word " * 20)
+
+    data = Drawing(rows(12))
+    before = random.getstate()
+    first, second = ([list(pack) for pack in buffered(template, data)] for _ in range(2))
+    assert random.getstate() == before
+    assert [one["input_ids"] for pack in first for one in pack] == [one["input_ids"] for pack in second for one in pack]
