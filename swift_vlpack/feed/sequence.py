@@ -158,13 +158,28 @@ def _with_branches(whole: dict[str, Any], media: _MediaOfBranches, boundaries: B
     for field, value in whole.items():
         if field in OF_MEDIA and value is not None:
             made[field] = value if field in PIXELS_OF_FAMILIES else media.once(field, value)
-        elif isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] == num_whole:
+        elif (
+            isinstance(value, torch.Tensor) and value.shape[-1:] == (num_whole,) and _is_per_token(field, media.samples)
+        ):
             made[field] = value.index_select(-1, kept)
         else:
             made[field] = value
     made |= boundary_tensors(boundaries)
     _check_positions(made, boundaries, media.name)
     return made
+
+
+def _is_per_token(field: str, samples: list[Encoded]) -> bool:
+    """Tell whether a field of the samples has a value for each token. True if no sample has the field: positions.
+
+    Sounds have as many values as their template chose, which may be the tokens of a sequence by chance.
+    """
+    given = ((sample[field], int(sample["length"])) for sample in samples if sample.get(field) is not None)
+    return all(_has_last(value, num) or (isinstance(value, list) and len(value) == num) for value, num in given)
+
+
+def _has_last(value: Any, num: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape[-1:] == (num,)
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------

@@ -430,6 +430,24 @@ def test_rows_of_a_unit_whose_first_row_breaks_go_on_without_it(loaded, tmp_path
     assert Collator(template).sequence(pack)["input_ids"].shape[-1] == pack.record.num_tokens
 
 
+def test_sounds_that_are_as_long_as_the_sequence_stay_whole(loaded, tmp_path, monkeypatch):
+    """SHARE-6: the frames of a sound are no tokens, however many there are."""
+    _, template = loaded("Qwen2.5-VL")
+    rows, image_of_row = rows_about(tmp_path, 1, 2)
+    (pack,) = packs_of(rows, image_of_row, template)
+    sound = torch.rand(1, 4, sum(pack.record.lengths))
+    pack[0]["input_features"] = sound
+    made = type(template).data_collator
+    monkeypatch.setattr(
+        type(template),
+        "data_collator",
+        lambda self, batch, **options: {**made(self, batch, **options), "input_features": sound},
+    )
+    sequence = Collator(template).sequence(pack)
+    assert torch.equal(sequence["input_features"], sound)
+    assert sequence["input_ids"].shape[-1] == pack.record.num_tokens < sound.shape[-1]
+
+
 def test_sequences_of_templates_that_join_grids_in_another_way_are_refused(loaded, tmp_path, monkeypatch):
     """SHARE-6: no pixels of another image, silently."""
     _, template = loaded("Qwen2.5-VL")
