@@ -227,8 +227,7 @@ class Waiting:
         for item in set().union(*(self._by_medium.get(medium, ()) for medium in begins.media)):
             other = self._held[item]
             if begins.prefixes.keys() & other.beginning.prefixes.keys():
-                # They could share. If neither is the cause, the pack or the unit would be too long, which nobody can
-                # mend.
+                # They could share. Mostly the pack or the unit would be too long, which is no cause to remove.
                 why = Alone.TOO_LONG if is_too_long else Alone.DIFFERS if is_refused else Alone.NOTHING_SHARED
                 held.why_alone = held.why_alone or why
                 continue
