@@ -66,11 +66,14 @@ def test_every_row_is_trained_once_and_both_proofs_see_the_units(
         assert len(ids) == NUM_ROWS
         report = epoch_report(tmp_path, epoch)
         assert (report["num_samples"], report["is_closed"], report["num_dropped"]) == (NUM_ROWS, True, {})
-        assert 2 * NUM_IMAGES <= report["num_images"] <= 5 * NUM_IMAGES
+        assert 2 * NUM_IMAGES <= report["num_images"] < (ROWS_AN_IMAGE + 2 * 2) * NUM_IMAGES, (
+            "less than those of all rows"
+        )
         shared = report["shared"]
         assert shared["num_in_units"] + shared["num_alone"] == NUM_ROWS
         assert shared["num_tokens_alone"] - shared["num_shared_tokens"] == report["num_tokens"]
-        assert shared["num_shared_tokens"] > 0.4 * shared["num_tokens_alone"]
+        # Sized data is shuffled, so fewer rows of an image wait together.
+        assert shared["num_shared_tokens"] > (0.4 if form == "stream" else 0.1) * shared["num_tokens_alone"]
     said = [record.getMessage() for record in caplog.records]
     assert sum("branches" in line and "isolation" in line for line in said) >= 2, said
     assert any("shared       rows that wait for a pack together and begin alike" in line for line in said)
