@@ -59,6 +59,10 @@ class Held:
             return []
         return [(sample["sample_id"], self.why_alone) for sample in self.unit.samples]
 
+    def can_have(self, prefix: Prefix) -> bool:
+        """Tell whether a branch with this prefix may join: the first branch decides the prefix of a unit."""
+        return self.unit.prefix in (0, prefix.length)
+
     def in_pack(self) -> list[Encoded]:
         """Return the samples as a pack has them: the first with the pixels, the others as branches."""
         return self.unit.in_pack(list(range(len(self.unit.samples))))
@@ -141,7 +145,7 @@ class Waiting:
         if not items:
             return None
         prefix = next(iter(self._held[items[0]].beginning.prefixes.values()))()
-        items = [item for item in items if self._held[item].unit.prefix in (0, prefix.length)]
+        items = [item for item in items if self._held[item].can_have(prefix)]
         # A branch has at least one token of its own.
         if not any(fits(item, Size(1)) for item in items) or (sample := encode()) is None:
             return None
@@ -158,7 +162,7 @@ class Waiting:
         own = own_size(sample, prefix, self._tokens)
         for item in items:
             held = self._held[item]
-            if held.unit.prefix not in (0, prefix.length) or not fits(item, own):
+            if not held.can_have(prefix) or not fits(item, own):
                 continue
             if _branches(held, sample, prefix, self._tokens):
                 held.ids.append(key)
@@ -185,7 +189,7 @@ class Waiting:
             elif not held.unit.samples:
                 held.unit, held.beginning = Unit([sample]), beginning
             elif not any(
-                held.unit.prefix in (0, counted().length) and _branches(held, sample, counted(), self._tokens)
+                held.can_have(counted()) and _branches(held, sample, counted(), self._tokens)
                 for digest, counted in beginning.prefixes.items()
                 if digest in held.beginning.prefixes
             ):

@@ -90,8 +90,10 @@ class Buffer:
         together = range(len(self)) if self.is_in_order else (index,)
         if sum(self.lengths[at] for at in together) + more > self._capacity:
             return False
-        used = zip(*(self._uses[at] for at in together), use, strict=True) if self._limits else ()
-        return all(sum(one) <= limit for one, limit in zip(used, self._limits, strict=False))
+        if not self._limits:
+            return True
+        uses = [*(self._uses[at] for at in together), use]
+        return Caps(self._limits, uses).fit(range(len(uses)))
 
     def lengthen(self, serial: int, more: int, num_samples: int, use: tuple[int, ...]) -> None:
         """Add samples to an item. `more` are their tokens, and `use` is how much of each cap they take."""

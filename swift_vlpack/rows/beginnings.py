@@ -21,12 +21,11 @@ from swift_vlpack.rows.contents import NO_LABEL, MediaSpan, media_spans
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.prefixes import (
-    FirstMedia,
     HeadReader,
     Prefix,
     medium_of,
-    prefix_of,
     prefix_of_system,
+    prefix_through,
     rows_of_probes,
 )
 from swift_vlpack.rows.randomness import RandomStream
@@ -93,8 +92,7 @@ class BeginningReader:
         ids = np.asarray(sample["input_ids"], dtype=np.int64)
         prefixes: dict[bytes, Callable[[], Prefix]] = {}
         for num in range(len(spans), 0, -1):
-            first = None if num == len(spans) else FirstMedia(b"", (), num, len(spans))
-            prefix = prefix_of(sample, self.tokens, first)
+            prefix = prefix_through(sample, self.tokens, spans, num)
             if prefix.length:
                 prefixes[_digest(ids[: prefix.length].tobytes(), *media[:num])] = partial(_given, prefix)
         if not prefixes:

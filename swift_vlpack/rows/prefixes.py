@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from swift_vlpack.errors import DataError
-from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, media_spans
+from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, MediaSpan, media_spans
 from swift_vlpack.rows.families import PIXELS, MediaTokens
 from swift_vlpack.rows.media import is_name, real_file
 from swift_vlpack.rows.samples import Encoded
@@ -345,11 +345,16 @@ def prefix_of(sample: Encoded, tokens: MediaTokens, beginning: FirstMedia | None
         return Prefix(0, Alone.FAMILY_UNKNOWN)
     if not spans:
         return Prefix(0)
+    if beginning is not None and len(spans) != beginning.num_of_row:
+        return Prefix(0, Alone.FAMILY_UNKNOWN)  # tokens of two images may touch, or frames of a video lie apart
+    return prefix_through(sample, tokens, spans, len(spans) if beginning is None else beginning.num_media)
+
+
+def prefix_through(sample: Encoded, tokens: MediaTokens, spans: Sequence[MediaSpan], num_media: int) -> Prefix:
+    """Count the tokens of a sample through its first `num_media` media, as `prefix_of` does. `spans` are all media."""
     images = patches = 0
-    if beginning is not None:
-        if len(spans) != beginning.num_of_row:  # tokens of two images may touch, or frames of a video lie apart
-            return Prefix(0, Alone.FAMILY_UNKNOWN)
-        spans = spans[: beginning.num_media]
+    if num_media < len(spans):
+        spans = spans[:num_media]
         images, patches = sum(one.is_image for one in spans), sum(one.patches for one in spans)
     ids, labels = sample["input_ids"], sample.get("labels")
     stop = min(spans[-1].stop, len(ids) - 1, _first_target(labels, len(ids)) - 1)

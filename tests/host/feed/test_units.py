@@ -165,6 +165,15 @@ def rows_of_several_images(folder):
     ]
 
 
+def packs_of_several_images(template, folder):
+    """These rows, and all of them in one pack."""
+    rows = rows_of_several_images(folder)
+    config = PackingConfig(
+        packing_length=6000, packing_strategy="exact", packing_share="media", packing_drop_last=False
+    )
+    return rows, PackingDataset(rows, template, config)
+
+
 IN_UNITS, NUM_BRANCHES, NUM_OWN = 12, 7, 8
 """Rows of `rows_of_several_images` that share, all but the first of each unit, and rows with media after a prefix."""
 
@@ -173,11 +182,7 @@ IN_UNITS, NUM_BRANCHES, NUM_OWN = 12, 7, 8
 def test_rows_that_share_their_first_images_train_what_they_train_one_by_one(name, loaded, tmp_path):
     """SHARE-6, SHARE-7, SHARE-13: each branch brings the images that it does not share."""
     model, template = loaded(name)
-    rows = rows_of_several_images(tmp_path)
-    config = PackingConfig(
-        packing_length=6000, packing_strategy="exact", packing_share="media", packing_drop_last=False
-    )
-    dataset = PackingDataset(rows, template, config)
+    rows, dataset = packs_of_several_images(template, tmp_path)
     prefixes = dataset.sources[0].prefixes
     assert (prefixes.num_sharing, prefixes.own_media.any(axis=0).sum()) == (IN_UNITS, NUM_OWN)
     packs = [dataset[number] for number in range(len(dataset))]
@@ -299,11 +304,7 @@ def test_videos_and_images_are_divided_each_by_its_kind(name, loaded, tmp_path):
 def test_rows_that_share_their_first_images_are_proved(name, loaded, tmp_path):
     """SHARE-64, SHARE-65: with a branch that brings an image in the pack that is measured."""
     model, template = loaded(name)
-    rows = rows_of_several_images(tmp_path)
-    config = PackingConfig(
-        packing_length=6000, packing_strategy="exact", packing_share="media", packing_drop_last=False
-    )
-    dataset = PackingDataset(rows, template, config)
+    _, dataset = packs_of_several_images(template, tmp_path)
     chosen = chosen_samples(dataset, lambda sample: True)
     assert sum(IN_PREFIX in sample for sample in chosen) >= 3
     assert prove(model, template, dataset).startswith("isolation verified: max difference 0.0")
