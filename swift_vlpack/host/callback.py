@@ -21,7 +21,7 @@ from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_isolation
 from swift_vlpack.host.same_on_ranks import versions
 from swift_vlpack.host.use_attention import choose_for
-from swift_vlpack.lengths.context import variables_read_by
+from swift_vlpack.lengths.context import variables_named_by
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.losses import LOG
@@ -141,7 +141,7 @@ def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _facts_to_look_back(trainer: Any) -> dict[str, Any]:
     """Collect what `vlpack inspect --run` needs to build the feed again, and what is lost after the run."""
     feed = trainer.feed
-    names = {*variables_read_by(type(trainer.template)), _ROOT_OF_IMAGES}
+    names = {*variables_named_by(type(trainer.template)), _ROOT_OF_IMAGES}
     log = Path(trainer.args.output_dir) / LOG
     return {
         "options": feed.config.changed(),

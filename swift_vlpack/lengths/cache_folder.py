@@ -1,10 +1,8 @@
 """Find, list and remove the files of cached lengths.
 
-For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths`, `.failures`,
-`.CUTTING.parts` and `.notes` (`cache.py`), `.RANKofN.keys` (`known_keys.py`), `.prefixes` (`prefixes.py`), `.heads`
-(`known_heads.py`), `.about`, which names their source and model, and `.damaged-PID`, a file that was set aside. All
-sources share CONTEXT.trust (`trust.py`), CONTEXT.observed (`observed.py`), media.digests (`media_digests.py`) and
-unreachable.urls.
+For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths` and `.details`
+(`cache.py`), `.prefixes` (`prefixes.py`), `.about`, which names their source and model, and `.damaged-PID`, a file that
+was set aside. All sources share media.digests (`media_digests.py`) and unreachable.urls.
 A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 
@@ -22,18 +20,16 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack.files import write_json
-from swift_vlpack.lengths.length_file import HEADS_MAGIC, KEYS_MAGIC, MAGIC, read_records
+from swift_vlpack.lengths.length_file import MAGIC, read_records
 
 UNREACHABLE_URLS = "unreachable.urls"
 MEDIA_DIGESTS = "media.digests"
 _OF_SOURCE = re.compile(
     r"(?P<stem>.+?-[0-9a-f]{12})\."
-    r"(?P<kind>lengths|notes|prefixes|heads|failures|about|damaged-\d+|\d+of\d+\.keys|[0-9a-f]{12}\.(?:notes\.)?parts)"
+    r"(?P<kind>lengths|prefixes|details|about|damaged-\d+)"
 )
-_SHARED = re.compile(
-    rf"[0-9a-f]{{32}}\.(?:trust|observed|damaged-\d+)|{re.escape(UNREACHABLE_URLS)}|{re.escape(MEDIA_DIGESTS)}"
-)
-_BINARY = ("lengths", "notes", "prefixes")
+_SHARED = re.compile(rf"{re.escape(UNREACHABLE_URLS)}|{re.escape(MEDIA_DIGESTS)}")
+_BINARY = ("lengths", "prefixes")
 _ABOUT = ".about"
 
 
@@ -132,10 +128,6 @@ def _is_ours(path: Path, kind: str) -> bool:
     if kind.startswith("damaged-"):
         return True
     with path.open("rb") as file:
-        if kind.endswith(".keys"):
-            return file.read(len(KEYS_MAGIC)) == KEYS_MAGIC
-        if kind == "heads":
-            return file.read(len(HEADS_MAGIC)) == HEADS_MAGIC
         if kind in _BINARY:
             return file.read(len(MAGIC)) in (MAGIC, b"")
         return file.read(1) in (b"{", b"[", b'"', b"")  # as JSON begins

@@ -1,10 +1,9 @@
 """Collect everything but the row that a length depends on. Its digest, the *context*, is part of every cache key.
 
-A key that covers too much only costs cache misses; a key that covers too little gives wrong lengths. So there is no
-list of settings that matter. Everything is taken, except for what is known not to matter: the template's attributes,
-the state of its processor and parts, the vision settings of the model's config, the constants of qwen_vl_utils, the
-environment variables that the template's source names, and that source itself, with the plugins that may have patched
-it.
+Everything is taken, except what is known not to matter: the state of the template, of its processor, tokenizer and
+model config; versions of packages; the bytes of the user's own Python files; and the environment variables that the
+source of any of these names. What this cannot see (code without a file, a computed name of a variable, a data file that
+a plugin reads) shows in the lengths themselves: every start measures a few remembered rows again (`measure.py`).
 """
 
 from __future__ import annotations
@@ -16,22 +15,14 @@ import importlib.util
 import json
 import os
 import re
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from swift_vlpack.lengths.environment import is_of_launchers, is_of_ranks
-from swift_vlpack.lengths.source_code import (
-    COVERED,
-    code_of,
-    digest_of_files,
-    digest_of_functions,
-    digest_of_package,
-    is_installed,
-    source_files,
-)
 
 _PACKAGES = (
     "swift-vlpack",
@@ -45,6 +36,8 @@ _PACKAGES = (
     "decord",
     "torchcodec",
 )
+_MAY_BE_WORKING_COPIES = ("swift_vlpack", "swift", "transformers", "qwen_vl_utils")
+"""Packages that people run from a checkout, where a version says nothing."""
 _NOT_OF_LENGTH = re.compile(
     r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info"
     r"|\w*_cache|_handles|_deepspeed_initialize|TOKENIZERS_PARALLELISM|root_image_dir|ROOT_IMAGE_DIR"
@@ -66,8 +59,15 @@ _NOT_OF_CONFIG = re.compile(
 """Config values that are not in the key: training changes them, they say how a model computes, or they belong to the
 language model."""
 _OF_VISION = re.compile("vision|visual|vit|image|audio")
-_VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
+_READ = re.compile(r"""get_env_args\(\s*['"](\w+)""")  # ms-swift's own way, in upper or lower case
+_WORD = re.compile(r"\w+")
+_IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")  # the code that loads media
+_OF_RANKS = re.compile(
+    r"((LOCAL|NODE|GROUP|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|NPROC_PER_NODE|NNODES"
+    r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|SLURM|OMPI|PMI|PMIX|LSB|PBS|KUBERNETES|RAY)_\w+"
+)
+"""Variables by which launchers tell processes apart. They differ between the ranks of a run, but lengths do not."""
 
 
 def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
@@ -77,23 +77,111 @@ def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
     folder = getattr(getattr(template, "model_info", None), "model_dir", None)
     settings = {name: value for name, value in vars(template).items() if not _NOT_OF_LENGTH.fullmatch(name)}
     helpers = [template.template_meta, template.loss_scale, *_agent_template(template)]
-    makers = [template, *helpers, processor, template.tokenizer, *parts.values()]
-    code = code_of(makers, plugins)
+    own = own_files([template, *helpers, processor, template.tokenizer, *parts.values()], plugins)
     return {
-        "packages": {name: _version(name) for name in sorted({*_PACKAGES, *code.packages})},
-        "working copies": {name: digest_of_package(name) for name in COVERED},
+        "packages": {name: _version(name) for name in _PACKAGES},
         "template": [f"{type(template).__module__}.{type(template).__qualname__}", _values_of_class(type(template))],
         "settings": settings,
         "meta": {name: value for name, value in vars(template.template_meta).items() if name != "template_cls"},
         "helpers": [[helper, _values_of_class(type(helper))] for helper in helpers],
-        "code": [digest_of_files(code.files), digest_of_functions(makers)],
+        "code": _digests_of_files({*own, *_files_of_working_copies()}),
         "processor": _without(folder, {name: _state_of(part) for name, part in {"": processor, **parts}.items()}),
         "config": _without(folder, _state_of_config(getattr(template, "config", None))),
         "tokenizer": [_digest_of_tokenizer(template.tokenizer), _without(folder, _state_of(template.tokenizer))],
         "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
-        "variables": {name: os.environ.get(name) for name in sorted(variables_read_by(type(template), code.files))},
+        "variables": {name: os.environ[name] for name in sorted(variables_named_by(type(template), own))},
         "constants": _constants("qwen_vl_utils.vision_process"),
     }
+
+
+# -- the user's own code ----------------------------------------------------------------------------------------------
+
+
+def own_files(objects: Iterable[Any], plugins: Iterable[str] = ()) -> set[str]:
+    """Return the user's own Python files: of the objects' classes and of plugins, and all that lie beside these.
+
+    A file in a package stands for the whole package, any other for its folder, which is on the path when a plugin is
+    imported. Packages that these files import are followed, unless they are installed: then a version stands for them.
+    """
+    bases = [base for each in objects for base in type(each).__mro__]
+    todo = [file for base in bases if (file := _file_of(base)) is not None]
+    todo += [os.path.abspath(os.path.expanduser(plugin)) for plugin in plugins]
+    found: set[str] = set()
+    while todo:
+        file = todo.pop()
+        if file in found or _is_installed(file) or not os.path.isfile(file):
+            continue
+        found.update({file, *_beside(file)})
+        names = set(_IMPORTED.findall(Path(file).read_text(encoding="utf-8", errors="replace")))
+        todo += [origin for name in names if (origin := _origin(name)) is not None]
+    return found
+
+
+@cache
+def _files_of_working_copies() -> tuple[str, ...]:
+    origins = [origin for name in _MAY_BE_WORKING_COPIES if (origin := _origin(name)) is not None]
+    return tuple(file for origin in origins if not _is_in_site(origin) for file in _beside(origin))
+
+
+def _digests_of_files(files: Iterable[str]) -> list[str]:
+    return sorted(hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest() for file in files)
+
+
+def _beside(file: str) -> Iterator[str]:
+    folder = Path(file).parent
+    if not (folder / "__init__.py").is_file():
+        return map(str, (*folder.glob("*.py"), *folder.glob("*/*.py")))
+    while (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+    return map(str, folder.rglob("*.py"))
+
+
+def _file_of(made: type) -> str | None:
+    return getattr(sys.modules.get(made.__module__), "__file__", None)
+
+
+@cache
+def _origin(package: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else spec.origin
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    """Tell whether a file is part of Python, of an installed package, or of a working copy of a package we know."""
+    return _is_in_site(file) or file in _files_of_working_copies()
+
+
+def _is_in_site(file: str) -> bool:
+    parts = Path(file).parts
+    own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    return bool({"site-packages", "dist-packages"} & set(parts)) or any(Path(file).is_relative_to(one) for one in own)
+
+
+def variables_named_by(template_class: type, own: Iterable[str] = ()) -> set[str]:
+    """Return the variables of the environment whose names occur in the source of the template or in the user's files.
+
+    However the source reads a variable, it has to name it. Variables of launchers differ from rank to rank, and folders
+    of images are part of the keys of rows.
+    """
+    of_template = [file for base in template_class.__mro__ if (file := _file_of(base)) is not None]
+    loading = [file for module in _LOADING if (file := _origin_of_module(module)) is not None]
+    named: set[str] = set()
+    for file in {*of_template, *loading, *own}:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        named.update(_WORD.findall(text), map(str.upper, _READ.findall(text)))
+    return {name for name in os.environ if name in named and not _NOT_OF_LENGTH.fullmatch(name)
+            and not _OF_RANKS.fullmatch(name)}  # fmt: skip
+
+
+def _origin_of_module(module: str) -> str | None:
+    return _origin(module) if _origin(module.partition(".")[0]) is not None else None
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
 
 
 def _values_of_class(made: type) -> dict[str, Any]:
@@ -150,36 +238,12 @@ def _agent_template(template: Any) -> list[Any]:
     return [template.agent_template] if template._agent_template is not None else []
 
 
-def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[str]:
-    """Return the environment variables named in the source of the template, the user's files, or the media loaders."""
-    own = [file for file in files if not is_installed(file)]
-    found = set()
-    for file in {*source_files(template_class), *own, *_files_of(*_LOADING)}:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
-        # ms-swift looks up names in upper case.
-        found |= {name.upper() for name in _VARIABLE.findall(text)}
-    # Keep variables of the machine: if the source of a template or plugin names LANG, its prompt may depend on LANG.
-    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_ranks(name)}
-
-
-def is_of_length(name: str) -> bool:
-    """Tell whether a length may depend on a variable that was read while rows were encoded, judging by its name."""
-    return not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)
-
-
-def _files_of(*modules: str) -> Iterator[str]:
-    for module in modules:
-        if importlib.util.find_spec(module.split(".")[0]) is not None:
-            found = importlib.util.find_spec(module)
-            yield from [found.origin] if found is not None and found.origin is not None else []
-
-
 def _constants(module: str) -> dict[str, Any]:
     """Return the upper-case settings of a module, each with the environment variable of the same name.
 
     ms-swift writes MAX_PIXELS and the like into the module when it loads a model, which may be before or after this.
     """
-    if importlib.util.find_spec(module.split(".")[0]) is None:
+    if _origin_of_module(module) is None:
         return {}
     loaded = vars(importlib.import_module(module))
     numbers = {name: value for name, value in loaded.items() if name.isupper() and isinstance(value, (int, float, str))}

@@ -22,11 +22,7 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"vlpack lengths 3\n"
-KEYS_MAGIC = b"vlpack keys 1\n"
-"""First line of the files of `known_keys.py`. It is defined here, so that to list a folder imports no more modules."""
-HEADS_MAGIC = b"vlpack heads 1\n"
-"""First line of the files of `known_heads.py`. Raise the number when heads are computed in another way."""
+MAGIC = b"vlpack lengths 4\n"
 _BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of these three
 _MARK = b"rows"
 
@@ -39,7 +35,6 @@ SIZE = np.dtype(
         ("aspect", "<f4"),  # longer side over shorter, of the most extreme image or video
         ("reason", "u1"),  # why the row cannot be encoded: the code of a reason in `reasons.py`; 0 if it can
         ("proof", "u1"),  # how the size was found, see below
-        ("stamp", "<u4"),  # digest of the change times of the row's files (`cache.row_key`); 0 without files
     ]
 )
 """The record of one row."""
@@ -48,9 +43,6 @@ BY_HEADER = 0  # from image headers
 AGREED = 1  # from image headers, and the full encoding gave the same
 IN_FULL = 2  # from the full encoding
 DIFFERS = 3  # from the full encoding, and headers gave another size: no header of this source is trusted
-VOUCHED = 4  # from image headers, and rows of its kinds agreed in another source
-FROM_HEADERS = (BY_HEADER, VOUCHED)
-"""Proofs of sizes whose row was never decoded."""
 
 KEY = np.dtype([("high", "<u8"), ("low", "<u8")])
 KEYED_SIZE = np.dtype([("key", KEY), ("size", SIZE)])

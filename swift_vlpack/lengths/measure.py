@@ -3,15 +3,14 @@
 >>> from pathlib import Path
 >>> from tempfile import TemporaryDirectory
 >>> from types import SimpleNamespace
->>> from swift_vlpack.lengths import cache, trust
+>>> from swift_vlpack.lengths.cache import LengthCache
 >>> from swift_vlpack.rows.encoder import RowEncoder
 >>> template = SimpleNamespace(encode=lambda row, return_length: {"input_ids": row["caption"].split()})
 >>> encoder = RowEncoder(template)  # for ms-swift, `host/length_pass.py` makes two: one reads headers, one decodes
 >>> source = RowSource(name="captions", rows=[{"caption": "a cat on a mat"}, {"caption": "a dog"}])
 >>> with TemporaryDirectory() as folder:
-...     saved = cache.LengthCache(Path(folder, "captions.lengths"), context="settings")
-...     caches = LengthCaches(cache=saved, trust=trust.Trust())
-...     measure(source, caches, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
+...     cache = LengthCache(Path(folder, "captions.lengths"), context="settings")
+...     measure(source, cache, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
 To decode all images takes hours, to read a header takes a millisecond. So `Encoders` has two ways to encode a row, and
@@ -25,21 +24,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from swift_vlpack.comm import ALONE, Comm
-from swift_vlpack.lengths import forked, trust
-from swift_vlpack.lengths.known_keys import KnownKeys, RowKeys
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, FROM_HEADERS, SIZE, VOUCHED, Sizes
-from swift_vlpack.lengths.measured_sizes import Findings, LengthCaches, MeasuredSizes, joined
-from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
-from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind
-from swift_vlpack.lengths.trust import Checks, Unconfirmed, extremes
+from swift_vlpack.lengths import forked
+from swift_vlpack.lengths.cache import LengthCache
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, SIZE, Sizes
+from swift_vlpack.lengths.measured_sizes import Findings, MeasuredSizes, joined
+from swift_vlpack.lengths.rank_rows import Positions, RankRows
+from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind, are_equal, in_words
+from swift_vlpack.lengths.trust import Checks, extremes, num_to_draw
 from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
@@ -58,22 +57,17 @@ _LEAST_BY_HEADER = 16
 """Fewest rows of a task if several processes share few rows: some milliseconds of work, next to which it is cheap to
 pass the task to a process."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
-"""Number of rows for which one more process is started to compute their keys. A key takes 0.05 ms for a text and 0.3 ms
-for an image; to start and end a process takes about 50 ms."""
-_NUM_FILES_WORTH_A_PROCESS = 5_000
-"""Number of known rows for which one more process is started to ask for the state of their files. That takes 25 ms on a
-local disk. On a network disk it takes 1 s and more, and several processes wait at the same time."""
-_FILES_OF_TASK = 1024
-"""Known rows in a task that asks for the state of files: 5 ms of work."""
-_NUM_BYTES_WORTH_A_PROCESS = 2**28
-"""Bytes of rows for which one more process is started to digest them: a quarter of a second of work."""
-_BLOCKS_OF_TASK = 16
-"""Blocks in a task that digests them: 3 ms for texts, 2 s for rows that hold photos of 100 kB."""
+"""Number of rows for which one more process is started to compute their keys. A key takes 0.02 ms for a text and 0.03
+to 0.05 ms for an image; to start and end a process takes about 50 ms."""
+
+_NUM_MEASURED_AGAIN = 4
+"""Remembered rows that each rank measures again at a start, by their headers: some milliseconds. Most changes that no
+key sees (a prompt, an image limit) change every row."""
 
 
 def measure(
     source: RowSource,
-    caches: LengthCaches,
+    cache: LengthCache,
     encoders: Encoders,
     comm: Comm = ALONE,
     progress: Progress | None = None,
@@ -82,11 +76,14 @@ def measure(
 
     All ranks call this function and get the same result. Without `progress`, no bar is shown.
     """
-    mine = _RankPass(source, caches, encoders, comm, progress)
-    digests = comm.results_of_all(mine.digest_blocks)
+    mine = _RankPass(source, cache, encoders, comm, progress)
     # Divide the drawn rows among ranks: all ranks together draw as many rows as a single rank would.
-    num_drawn = -(-trust.NUM_ROWS_DRAWN // comm.num_ranks)
-    difference = _first(comm.results_of_all(lambda: mine.look_up(digests)))
+    num_drawn = -(-num_to_draw(len(source.rows)) // comm.num_ranks)
+    difference = _first(comm.results_of_all(mine.look_up))
+    if difference is None and (stale := _first(comm.results_of_all(mine.measure_some_again))) is not None:
+        if comm.rank == 0:
+            logger.warning("source %s: remembered lengths are wrong, all rows are measured: %s", source.name, stale)
+        comm.results_of_all(mine.sizes.forget)
     # All ranks take the sizes of an export, or none does: the file may be missing on a node, or a row differ on a rank.
     if difference is None and all(comm.results_of_all(mine.may_take_exported)):
         difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn, of=mine.samples_of_export(num_drawn))))
@@ -100,7 +97,9 @@ def measure(
         ends = extremes(sizes)
         my_ends = ends[ends % comm.num_ranks == comm.rank] // comm.num_ranks
         difference = _first(comm.results_of_all(lambda: mine.compare(my_ends)))
-    if difference is not None:
+    if difference is None:
+        comm.results_of_all(mine.sizes.save_headers)
+    else:
         if comm.rank == 0:
             logger.warning(
                 "source %s: lengths are not taken from image headers, every row is encoded: %s", source.name, difference
@@ -114,31 +113,22 @@ def measure(
     )
 
 
-class BlockDigests(NamedTuple):
-    """The digests of one rank's share of the blocks of rows."""
-
-    layout: bytes = b""
-    """A digest of the place of every row in its block; empty if the rows are in no blocks."""
-    digests: Sequence[bytes] = ()
-
-
 class _RankPass:
-    """Measure one rank's rows, in four steps: `digest_blocks`, `look_up`, `measure`, `compare`.
+    """Measure one rank's rows, in three steps: `look_up`, `measure`, `compare`.
 
     For a source with `exported_sizes`, `measure` runs twice: of some rows, and of those that the export does not give.
-    The last three return the first difference between headers and full encoding in words; None if there is none.
+    Each returns the first difference between headers and full encoding in words; None if there is none.
     """
 
     def __init__(
-        self, source: RowSource, caches: LengthCaches, encoders: Encoders, comm: Comm, progress: Progress | None
+        self, source: RowSource, cache: LengthCache, encoders: Encoders, comm: Comm, progress: Progress | None
     ) -> None:
         rows = RankRows.of(source, comm)
-        self.sizes = MeasuredSizes(rows, caches)
+        self.sizes = MeasuredSizes(rows, cache)
         self._rows = rows
         self._comm = comm
         self._name = source.name
-        self._caches = caches
-        self._work = RowsWork(rows, caches.cache, encoders)
+        self._work = RowsWork(rows, cache, encoders)
         self._progress = progress or Progress()
         self._exported = _exported(source, rows)
 
@@ -146,66 +136,35 @@ class _RankPass:
     def _encoders(self) -> Encoders:
         return self._work.encoders
 
-    def digest_blocks(self) -> BlockDigests:
-        """Digest this rank's share of the blocks of rows: rank r has the blocks r, r + n, ..."""
-        blocks = self._work.blocks
-        if blocks is None:
-            return BlockDigests()
-        mine = np.arange(self._comm.rank, len(blocks), self._comm.num_ranks)
-        num_processes = _worth(blocks.num_bytes // self._comm.num_ranks, _NUM_BYTES_WORTH_A_PROCESS)
-        tasks = _tasks(TaskKind.DIGESTS, mine, _BLOCKS_OF_TASK)
-        return BlockDigests(blocks.layout(), [one for some in self._results(tasks, num_processes) for one in some])
-
-    def look_up(self, digests: list[BlockDigests]) -> str | None:
-        """Look up the rows in the cache. Keys are computed only for rows that no earlier start has seen.
-
-        `digests` has the block digests of every rank.
-        """
+    def look_up(self) -> str | None:
+        """Compute the keys of all rows, and look up what the cache has for them."""
+        everything = np.arange(len(self._rows))
+        tasks = _tasks(TaskKind.KEYS, everything, _CHUNK_BY_HEADER)
         with self._bar("Looking up lengths", len(self._rows)) as bar:
-            for found in self._keys(digests):
-                self.sizes.take_keys(found)
-                bar.update(len(found.positions))
+            for chunk in self._results(tasks, _worth(len(everything), _NUM_KEYS_WORTH_A_PROCESS)):
+                self.sizes.take_keys(chunk)
+                bar.update(len(chunk.positions))
         if self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider):
-            return f"an earlier start found that they differ, as {self._caches.cache.path} records"
+            return "an earlier start found that they differ, as its file of lengths records"
         if self._encoders.by_header is None:
             self.sizes.forget_headers()
         return None
 
-    def _keys(self, digests: list[BlockDigests]) -> Iterator[RowKeys]:
-        """Yield the keys of all rows, saved or computed, and save those that were computed."""
-        unchanged, known = np.zeros(0, dtype=np.int64), self._known(digests)
-        if known is not None:
-            files = known.with_files()
-            tasks = _tasks(TaskKind.FILES, files, _FILES_OF_TASK)
-            are = [np.zeros(0, dtype=bool), *self._results(tasks, _worth(len(files), _NUM_FILES_WORTH_A_PROCESS))]
-            unchanged = np.concatenate([known.without_files(), files[np.concatenate(are)]])
-            yield known.keys(unchanged)
-        unknown, found = np.setdiff1d(np.arange(len(self._rows)), unchanged, assume_unique=True), []
-        tasks = _tasks(TaskKind.KEYS, unknown, _CHUNK_BY_HEADER)
-        for one in self._results(tasks, _worth(len(unknown), _NUM_KEYS_WORTH_A_PROCESS)):
-            yield one
-            if known is not None:
-                found.append(one)
-        if known is not None and found:
-            known.save(unchanged, found)
-
-    def _known(self, digests: list[BlockDigests]) -> KnownKeys | None:
-        """Load the keys that earlier starts saved; None if rows are in no blocks, or ranks have different blocks."""
-        blocks, num_ranks = self._work.blocks, self._comm.num_ranks
-        # A rank's table may have the same rows in another order, and so in other blocks.
-        if blocks is None or not len(blocks) or len({of_rank.layout for of_rank in digests}) > 1:
-            return None
-        in_order = [digests[number % num_ranks].digests[number // num_ranks] for number in range(len(blocks))]
-        path, mine = self._caches.cache.keys_file(self._comm.rank, num_ranks), self._rows.indices
-        self._work.known = KnownKeys(path, in_order, blocks.block[mine], blocks.place[mine])
-        return self._work.known
+    def measure_some_again(self) -> str | None:
+        """Measure a few remembered rows. A size that is another now says that the key lacks what made it so."""
+        some = self.sizes.remembered(_NUM_MEASURED_AGAIN)
+        for chunk in self._results(_tasks(TaskKind.MEASURE, some, max(1, len(some)))):
+            for at, position in enumerate(chunk.positions.tolist()):
+                known, now = self.sizes.sizes[position], chunk.sizes[at]
+                if now["length"] and not are_equal(known, now):
+                    return f"{self._rows.sample_id(position)} has {in_words(now)}, remembered are {in_words(known)}"
+        return None
 
     # -- sizes of an export -------------------------------------------------------------------------------------------
 
     def may_take_exported(self) -> bool:
         """Tell whether there are sizes of an export, and headers are trusted, by which they were measured."""
-        is_trusted = self._encoders.by_header is not None and not self._caches.trust.is_revoked
-        return is_trusted and self._exported is not None
+        return self._encoders.by_header is not None and self._exported is not None
 
     def samples_of_export(self, num_drawn: int) -> Positions:
         """Choose the rows to measure before the export is believed: drawn ones, and the extremes of the export."""
@@ -232,30 +191,19 @@ class _RankPass:
     # -- measure ------------------------------------------------------------------------------------------------------
 
     def measure(self, num_drawn: int = 0, of: Positions | None = None) -> str | None:
-        """Measure all rows that the cache does not have, or some of them, and compare some as the pass goes on.
-
-        These are the first row of every kind that is not trusted yet and the first drawn row. The second row of each
-        kind and the other `num_drawn` drawn rows follow, as long as their pixels are a small share of all pixels.
-        """
+        """Measure all rows that the cache does not have, or some of them, and compare some as the pass goes on."""
         unknown = self.sizes.unknown() if of is None else of
-        checks = Checks(self.sizes.drawn(num_drawn), self._caches.trust.remembered())
-        unconfirmed = Unconfirmed()
+        checks = Checks(self.sizes.drawn(num_drawn))
         tasks = _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
         with self._bar("Lengths", len(unknown)) as bar:
             for chunk in self._results(tasks):
                 self.sizes.take(chunk)
                 if chunk.difference is not None:
-                    self.sizes.save_difference(chunk, unconfirmed.all())
                     return str(chunk.difference)
-                if chunk.facts is None:
-                    instead = self._believe(chunk, checks)
-                    # Put checks at the front of the queue, because sizes are saved only after their checks.
-                    tasks.extendleft(self._comparing(instead))
-                    self.sizes.save(unconfirmed.confirm(chunk, instead))
+                if chunk.kinds is None:
+                    checks.take(chunk)
                 else:
-                    chosen = checks.choose(chunk) if self._encoders.by_header is not None else []
-                    tasks.extendleft(self._comparing(chosen))
-                    self.sizes.save(unconfirmed.add(chunk, chosen))
+                    tasks.extendleft(self._comparing(checks.choose(chunk)))
                     bar.update(len(chunk.positions))
                     _show_unreachable(bar, self.sizes.num_failed(Reason.URL_UNREACHABLE))
         return None
@@ -267,9 +215,7 @@ class _RankPass:
             for chunk in self._results(self._comparing(todo.tolist())):
                 self.sizes.take(chunk)
                 if chunk.difference is not None:
-                    self.sizes.save_difference(chunk, [])
                     return str(chunk.difference)
-                self.sizes.save([chunk])
                 bar.update(len(chunk.positions))
         return None
 
@@ -277,16 +223,6 @@ class _RankPass:
         """Drop the sizes that came from headers, and encode every row in full from now on."""
         self.sizes.forget_headers()
         self._work.distrust_headers()
-
-    def _believe(self, chunk: Chunk, checks: Checks) -> list[int]:
-        """Trust the kinds of rows whose sizes agree. Returns rows to compare in place of those that failed."""
-        instead: list[int] = []
-        for position, proof in zip(chunk.positions.tolist(), chunk.sizes["proof"].tolist(), strict=True):
-            if proof == AGREED:
-                self._caches.trust.add(checks.kinds[position])
-            else:
-                instead += checks.replace(position)
-        return instead
 
     def _results(self, tasks: deque[Task], num_processes: int | None = None) -> Iterator[Any]:
         most = self._encoders.num_processes
@@ -318,7 +254,7 @@ def _exported(source: RowSource, rows: RankRows) -> Sizes | None:
     sizes = np.zeros(len(rows), SIZE)
     for name, column in zip((*RowSize._fields, "aspect"), source.exported_sizes[:, rows.indices], strict=True):
         sizes[name] = column
-    sizes["proof"] = VOUCHED
+    sizes["proof"] = BY_HEADER
     return sizes
 
 
@@ -338,7 +274,7 @@ def _first(differences: Iterable[str | None]) -> str | None:
 def _silence_of_headers(sizes: Sizes) -> str | None:
     """Say that no row could be measured from its headers, if that is so although none differs; otherwise None."""
     proofs = sizes["proof"][sizes["length"] > 0]
-    is_silent = len(proofs) > 0 and not np.isin(proofs, (BY_HEADER, AGREED, VOUCHED)).any()
+    is_silent = len(proofs) > 0 and not np.isin(proofs, (BY_HEADER, AGREED)).any()
     return "no row could be measured without encoding it" if is_silent else None
 
 
@@ -357,7 +293,7 @@ def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | Non
         without_headers=without_headers,
         num_remembered=sum(of_rank.num_remembered for of_rank in findings),
         surplus_tags=sorted(surplus_tags - set(failures)),
-        is_from_header=(sizes["length"] > 0) & np.isin(sizes["proof"], FROM_HEADERS),
+        is_from_header=(sizes["length"] > 0) & (sizes["proof"] == BY_HEADER),
         aspects=sizes["aspect"].copy(),
         cut=CutRows.of(parts) if is_cut else None,
     )

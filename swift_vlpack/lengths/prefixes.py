@@ -2,7 +2,7 @@
 
 The pass has five steps. In each step every rank works on its share of the rows, and all ranks get the same result:
 
-1. Read the head of every row (`rows/prefixes.py`), unless an earlier start did (`known_heads.py`), and find out which
+1. Read the head of every row (`rows/prefixes.py`), and find out which
    media are the same (`media_digests.py`).
 2. Group the rows of all sources by head and media. A group of two or more rows has a prefix.
 3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.lengths import forked
-from swift_vlpack.lengths.known_heads import Heads, KnownHeads
 from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, Records
 from swift_vlpack.lengths.measure import Progress
 from swift_vlpack.lengths.media_digests import identities
@@ -158,6 +157,23 @@ def log_sharing(source: RowSource) -> None:
 
 
 # -- heads of all rows ------------------------------------------------------------------------------------------------
+
+
+class Heads(NamedTuple):
+    """The heads of some rows of a source, in arrays."""
+
+    indices: NDArray[np.int64]
+    digests: Keys
+    causes: NDArray[np.uint8]
+    has_digest: NDArray[np.bool_]
+    num_names: NDArray[np.int64]
+    names_at: NDArray[np.int64]
+    """The media of all rows one after the other, as indices into `names`."""
+    num_bytes: NDArray[np.int64]
+    first_media: NDArray[np.uint8]
+    """The `FirstMedia` of all rows as bytes, one row after the other; `num_bytes` has the bytes of each row."""
+    names: list[str]
+    files: dict[str, FileState]
 
 
 class _HeadTask(NamedTuple):
@@ -446,10 +462,7 @@ class _PrefixPass:
 
     def _rows(self) -> _Rows:
         sources = [one.source for one in self._given]
-        known = [KnownHeads(one.source, one.lengths_path, self._comm) for one in self._given]
-        loaded = [of_source.load() for of_source in known]
-        wanted = [of_source.missing(heads) for of_source, heads in zip(known, loaded, strict=True)]
-        mine = [rows[self._comm.rank :: self._comm.num_ranks] for rows in wanted]
+        mine = [np.arange(self._comm.rank, len(source.rows), self._comm.num_ranks) for source in sources]
         num_rows = sum(map(len, mine))
 
         def of_this_rank() -> list[tuple[int, Heads]]:
@@ -466,11 +479,6 @@ class _PrefixPass:
             return list(zip(numbers, found, strict=True))
 
         of_tasks = [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank]
-        for number, (of_source, heads) in enumerate(zip(known, loaded, strict=True)):
-            if heads is None:
-                of_source.save([one for source, one in of_tasks if source == number])
-            else:
-                of_tasks.append((number, heads))
         rows = _Rows(sources, of_tasks)
         rows.merge_equal_files(identities(rows.files, self._folder, self._comm))
         return rows

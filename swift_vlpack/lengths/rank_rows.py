@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.comm import Comm
-from swift_vlpack.lengths.environment import Reads
 from swift_vlpack.lengths.length_file import SIZE, Sizes
 from swift_vlpack.plan.parts import Part
 from swift_vlpack.rows.faults import Fault
@@ -69,23 +68,12 @@ class RankRows:
 
 
 @dataclass(frozen=True, slots=True)
-class HeaderFacts:
-    """Facts from the headers of a row's images, by which `trust.py` chooses the rows to check."""
-
-    kinds: tuple[str, ...] = ()
-    pixels: int = 0
-    """Pixels of all images as they are in their files, which is the cost of decoding them."""
-    is_silent: bool = False
-    """True if the headers give no size, which will not change at later starts, so the row was encoded in full."""
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """The size of one row, or the reason why it has none."""
 
     size: Any  # one record of `SIZE`
     error: SampleError | None = None
-    facts: HeaderFacts = HeaderFacts()
+    kinds: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     """Parts of a row that is cut, or its sequences."""
     is_saved: bool = True
@@ -104,12 +92,10 @@ class Chunk:
     """Why rows cannot be encoded, by index in the source."""
     parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     """Parts of the rows that are cut, by position."""
-    facts: tuple[HeaderFacts, ...] | None = None
-    """Facts for each row that was measured; None if the rows were compared."""
+    kinds: tuple[tuple[str, ...], ...] | None = None
+    """The kinds of each row that was measured; None if the rows were compared."""
     difference: str | None = None
     """The difference in words: the last row of the chunk, and its size in both ways. None if all rows agree."""
-    reads: Reads = field(default_factory=Reads)
-    """Environment variables that were read while these rows were encoded."""
 
     @classmethod
     def empty(cls, positions: Positions) -> Chunk:

@@ -1,4 +1,4 @@
-"""Do the tasks of a worker process: digest blocks, compute the keys of rows, measure rows, or encode them both ways."""
+"""Do the tasks of a worker process: compute the keys of rows, measure rows, or encode them both ways."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError, VLPackError
-from swift_vlpack.lengths.cache import LengthCache, RowKey
-from swift_vlpack.lengths.environment import noted_reads
-from swift_vlpack.lengths.known_keys import KnownKeys, RowKeys, are_unchanged
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, NO_KEY, SIZE
-from swift_vlpack.lengths.rank_rows import Chunk, HeaderFacts, Measured, Positions, RankRows, kinds_of
-from swift_vlpack.lengths.row_blocks import RowBlocks
+from swift_vlpack.lengths.cache import LengthCache
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE
+from swift_vlpack.lengths.rank_rows import Chunk, Measured, Positions, RankRows, kinds_of
 from swift_vlpack.reasons import REASONS, Reason, about
 from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.encoder import RowEncoder
@@ -30,8 +27,6 @@ from swift_vlpack.rows.urls import Urls
 from swift_vlpack.rows.watch import ReadStuck, watched
 from swift_vlpack.words import counted
 
-_PIXELS_OF_PATCH = 14 * 14
-"""Pixels of the smallest patch of any family, to estimate the cost of a video by its patches."""
 _KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)
 """Reasons that need no full encoding, which would fail in the same way."""
 
@@ -54,10 +49,6 @@ class Encoders:
 class TaskKind(Enum):
     """Name the work to do with the rows of a task."""
 
-    DIGESTS = auto()
-    """Digest blocks. The positions of the task are numbers of blocks."""
-    FILES = auto()
-    """Tell for each row whether its files are unchanged."""
     KEYS = auto()
     MEASURE = auto()
     COMPARE = auto()
@@ -70,13 +61,19 @@ class Task(NamedTuple):
     positions: Positions
 
 
+class RowKeys(NamedTuple):
+    """The keys of some rows."""
+
+    positions: Positions
+    keys: NDArray[np.void]
+    has_surplus_tags: NDArray[np.bool_]
+
+
 class RowsWork:
     """Do tasks. Worker processes are forked with this object, so rows, templates and cache are never pickled."""
 
     def __init__(self, rows: RankRows, cache: LengthCache, encoders: Encoders) -> None:
         self.encoders = encoders
-        self.known: KnownKeys | None = None  # set before the first task of `TaskKind.FILES`
-        self.blocks = RowBlocks.of(rows.source, cache.context)
         self._rows = rows
         self._cache = cache
         self._position: int | None = None  # the row that this process works on
@@ -84,17 +81,15 @@ class RowsWork:
         self._abandoned: dict[int, str] = {}  # rows whose reads never ended, with the error
 
     def __call__(self, task: Task) -> Any:
-        """Return the result of a task: digests, rows, `RowKeys` or a `Chunk`.
+        """Return the result of a task: `RowKeys` or a `Chunk`.
 
         If reading a row never ends, the task is done again without that row.
         """
-        with noted_reads() as reads:
-            while True:
-                try:
-                    result = watched(partial(self._do, task), lambda: self._position)
-                    return replace(result, reads=reads) if isinstance(result, Chunk) else result
-                except ReadStuck as error:  # noqa: PERF203 - once in a while
-                    self._abandoned[error.where] = str(error)
+        while True:
+            try:
+                return watched(partial(self._do, task), lambda: self._position)
+            except ReadStuck as error:  # noqa: PERF203 - once in a while
+                self._abandoned[error.where] = str(error)
 
     def distrust_headers(self) -> None:
         """Encode every row in full from now on."""
@@ -103,8 +98,6 @@ class RowsWork:
     def _do(self, task: Task) -> Any:
         self._position, self._thread = None, threading.get_ident()
         work = {
-            TaskKind.DIGESTS: self._digests,
-            TaskKind.FILES: self._unchanged,
             TaskKind.KEYS: self._keys,
             TaskKind.MEASURE: self._measured,
             TaskKind.COMPARE: self._compared,
@@ -119,35 +112,23 @@ class RowsWork:
         self._position = position
         return position not in self._abandoned
 
-    def _digests(self, blocks: Positions) -> list[bytes]:
-        assert self.blocks is not None
-        return self.blocks.digests(blocks.tolist())
-
-    def _unchanged(self, positions: Positions) -> NDArray[np.bool_]:
-        assert self.known is not None
-        rows = zip(positions.tolist(), self.known.of(positions).files(), strict=True)
-        return np.array([self._is_readable(at) and are_unchanged(files) for at, files in rows], dtype=bool)
-
     def _keys(self, positions: Positions) -> RowKeys:
         rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))
-        found = [self._cache.row_key(row) if self._is_readable(at) else RowKey(NO_KEY) for at, row in rows]
-        return RowKeys.of_rows(positions, found, [has_surplus_tags(row) for _, row in rows])
+        keys = [self._cache.key(row) if self._is_readable(at) else NO_KEY for at, row in rows]
+        return RowKeys(positions, np.array(keys, KEY), np.array([has_surplus_tags(row) for _, row in rows], bool))
 
     def _measured(self, positions: Positions) -> Chunk:
         """Measure rows by their headers, and encode in full those whose headers give no size."""
-        chunk, facts = Chunk.empty(positions), []
+        chunk, kinds = Chunk.empty(positions), []
         by_header, in_full = self.encoders.by_header, self.encoders.in_full
         rows = self._rows_with_urls(positions, whole=by_header is None)
         for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
             measured = None if by_header is None else self._encoded(by_header, row, position, BY_HEADER)
             if measured is None or not self._is_final(measured.error):
-                is_silent = measured is not None and measured.error is not None and measured.error.is_lasting
                 measured = self._encoded(in_full, row, position, IN_FULL)
-                # The header gave no facts. Such a row is checked only to see whether its header stays silent.
-                measured = replace(measured, facts=HeaderFacts(is_silent=is_silent and measured.error is None))
             chunk.put(at, measured, self._rows.index(position))
-            facts.append(measured.facts)
-        return replace(chunk, facts=tuple(facts))
+            kinds.append(measured.kinds)
+        return replace(chunk, kinds=tuple(kinds))
 
     def _is_final(self, error: SampleError | None) -> bool:
         """Tell whether a result from headers stands. Under `is_strict` no error stands: the full encoding raises it."""
@@ -168,12 +149,12 @@ class RowsWork:
             elif full.error is not None and quick.error is None and about(full.error.reason).is_of_pixels:
                 # Broken pixels after a good header are no difference: the row is left out when its pack is loaded.
                 quick.size["proof"] = BY_HEADER
-            elif not _are_equal(quick.size, full.size) or quick.parts != full.parts:
+            elif not are_equal(quick.size, full.size) or quick.parts != full.parts:
                 full.size["proof"] = DIFFERS
                 chunk.put(at, full, index)
-                by_headers = quick.error.detail if quick.error is not None else _in_words(quick.size)
+                by_headers = quick.error.detail if quick.error is not None else in_words(quick.size)
                 name = self._rows.sample_id(position)
-                return chunk.up_to(at, f"{name} has {_in_words(full.size)}, from its header {by_headers}")
+                return chunk.up_to(at, f"{name} has {in_words(full.size)}, from its header {by_headers}")
             chunk.put(at, replace(quick, parts=full.parts or quick.parts), index)
         return chunk
 
@@ -201,10 +182,8 @@ class RowsWork:
             size[name] = number
         size["aspect"] = contents_of(encoded).aspect
         kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
-        # The cost of a video is estimated from the patches of its sampled frames, after resizing.
-        pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
         parts = encoder.part_sizes(encoded)
-        return Measured(size, None, HeaderFacts(kinds, pixels), parts, is_saved=not parts or _have_parts(encoder, size))
+        return Measured(size, None, kinds, parts, is_saved=not parts or _have_parts(encoder, size))
 
     def _timeout(self, row: Row, position: int, *, is_strict: bool) -> VLPackError:
         fault, sample_id = timeout_of(self._abandoned[position], row), self._rows.sample_id(position)
@@ -220,11 +199,13 @@ def _have_parts(encoder: RowEncoder, size: Any) -> bool:
     return divider is not None and bool(divider.have_parts(*columns))
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Tell whether two sizes are equal, however they were found."""
     return all(one[name] == other[name] for name in RowSize._fields)
 
 
-def _in_words(size: Any) -> str:
+def in_words(size: Any) -> str:
+    """Write a size, or the reason why there is none."""
     if size["reason"]:
         return REASONS[size["reason"]]
     images, patches = counted(int(size["images"]), "image"), counted(int(size["patches"]), "patch", "patches")

@@ -27,7 +27,7 @@ from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shares import EVERYTHING, Share
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.windows import lost_part
-from swift_vlpack.rows.contents import contents_of, size_of
+from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import left_out_part, part_sizes
 from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
 from swift_vlpack.rows.prefixes import without_pixels
@@ -136,12 +136,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         cutter = self.encoder.cutter
         assert cutter is not None, "a plan has parts of rows only where they are cut"
         assert address.span is not None
-        try:
-            return cutter.planned(row, address.span)
-        except SampleError:
-            # The row is not cut as planned: save its present parts for the plan of the next run.
-            self._remember(address, row)
-            raise
+        return cutter.planned(row, address.span)
 
     def sample_or_error(self, address: Address, row: Row | None = None) -> Encoded | SampleError:
         """Encode one row, or return why it cannot be encoded."""
@@ -200,19 +195,12 @@ class FusionCaptionDataset(Dataset[Encoded]):
             yield RowToEncode(row, self.sample_id(address), *encoders, draws, self.strict)
 
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
-        """Save the true size of a row for the plan of the next run, if this run planned with another size."""
+        """Log a row whose size is not the planned one."""
         size = size_of(sample)
         # A part always has the planned size: `RowCutter.planned` refuses any other.
         if address.span is not None or size == planned:
             return
         logger.warning("%s: %d tokens, but %d were planned", sample["sample_id"], size.length, planned.length)
-        self._remember(address, sample)
-
-    def _remember(self, address: Address, sample: Encoded) -> None:
-        source = self.sources[address.source]
-        if source.remember_size is not None:
-            parts = part_sizes(sample, self.encoder.cutter)
-            source.remember_size(source.row(address.row_index), size_of(sample), contents_of(sample).aspect, parts)
 
     def measure(self) -> None:
         """Measure the sources that have no lengths, by encoding each of their rows once."""

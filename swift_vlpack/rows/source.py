@@ -24,7 +24,7 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -34,11 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.plan.parts import Part
 from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.shared import SharedPrefixes
-from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.sizes import LengthIndex
 from swift_vlpack.words import counted
 
 Row = dict[str, Any]
@@ -70,8 +69,6 @@ class RowSource:
     """True if rows are numbered as in the file; False if only by their place among the loaded rows."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
-    remember_size: Callable[[Row, RowSize, float, Sequence[Part]], None] | None = None
-    """Function that saves the true size, aspect and parts of a row for the next run; None without a length cache."""
     num_lost: int | None = 0
     """How many rows of the file the loader deleted; None if that is not known."""
     lost_rows: Sequence[int] = ()

@@ -1,18 +1,16 @@
 """What lengths are remembered under, and what is found again."""
 
 import os
-import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from swift_vlpack.lengths.cache import KnownSizes, LengthCache
-from swift_vlpack.lengths.length_file import DIFFERS, IN_FULL, KEY, KEYED_SIZE, NO_KEY
-from swift_vlpack.reasons import REASONS
+from swift_vlpack.lengths.cache import Details, KnownSizes, LengthCache
+from swift_vlpack.lengths.length_file import DIFFERS, KEY, KEYED_SIZE, NO_KEY
+from swift_vlpack.plan.parts import Part
 from swift_vlpack.rows.faults import Fault
 from tests.data_rows import image_row, text_row
-from tests.images import photo
 from tests.lengths.test_length_file import filled, found, keys, sizes
 
 
@@ -31,7 +29,7 @@ def test_of_two_records_with_one_key_the_later_counts(path):
 
 def test_keys_that_agree_in_one_half_are_told_apart():
     """LEN-6"""
-    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0, 0, 0))], KEYED_SIZE))
+    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0, 0))], KEYED_SIZE))
     is_known, _ = known.of(np.array([(7, 1), (7, 2), (8, 1), (0, 0)], KEY))
     assert is_known.tolist() == [True, False, False, False]
 
@@ -107,36 +105,17 @@ def test_equal_names_sizes_and_times_in_two_folders_are_two_keys(path, tmp_path,
     assert len(set(keys.values())) == len(keys) == 7
 
 
-def test_failures_are_remembered_while_nothing_that_may_cure_them_changes(path):
-    """LEN-10"""
-    some = sizes(0, 0, 10)
-    some["reason"] = [REASONS.index(reason) for reason in ("image_unreadable", "over_max_length", "")]
-    LengthCache(path, "context", b"1" * 16).append(keys(1, 2, 3), some)
-
-    def known(retry_key):
-        return LengthCache(path, "context", retry_key).load().of(keys(1, 2, 3))
-
-    assert known(b"1" * 16)[0].tolist() == [True, True, True]
-    assert known(b"1" * 16)[1]["reason"].tolist() == some["reason"].tolist()
-    assert known(b"2" * 16)[0].tolist() == [False, True, True]
-    LengthCache(path, "context", b"2" * 16).append(keys(1), sizes(5))
-    assert known(b"2" * 16)[1]["length"].tolist() == [5, 0, 10]
-    LengthCache(path, "context", b"1" * 16).append(keys(1), some[:1])
-    assert known(b"1" * 16)[1]["length"].tolist() == [0, 0, 10], "of the two the later counts"
-    LengthCache(path, "context", b"1" * 16).append(keys(1), sizes(6))
-    assert known(b"1" * 16)[1]["length"].tolist() == [6, 0, 10]
-
-
-def test_words_of_failures_are_kept_and_a_line_cut_off_costs_no_other(path):
+def test_details_are_kept_and_a_line_cut_off_costs_no_other(path):
     """LEN-17"""
     faults = [Fault("file_empty", 'a "b"\n\u00e9', ("/a", "/b")), Fault("encode_failed", "why", ())]
+    details = [Details(faults[0]), Details(faults[1], (Part(0, 0, 5), Part(1, 5, 9, 0, 1, 20)))]
     cache = LengthCache(path, "context")
-    cache.append_faults(keys(1, 2), faults)
-    cache.append_faults(np.array([NO_KEY], KEY), faults[:1])
-    assert cache.load_faults() == {key.tobytes(): fault for key, fault in zip(keys(1, 2), faults, strict=True)}
-    file = path.with_suffix(".failures")
+    cache.append_details(keys(1, 2), details)
+    cache.append_details(np.array([NO_KEY], KEY), details[:1])
+    assert cache.load_details() == {key.tobytes(): one for key, one in zip(keys(1, 2), details, strict=True)}
+    file = path.with_suffix(".details")
     file.write_bytes(file.read_bytes()[:-5])
-    assert set(cache.load_faults()) == {keys(1)[0].tobytes()}
+    assert set(cache.load_details()) == {keys(1)[0].tobytes()}
 
 
 @pytest.mark.parametrize(
@@ -169,19 +148,6 @@ def test_malformed_rows_have_a_key(messages, images, path):
     assert LengthCache(path, "context").key({"messages": messages, "images": images}) != NO_KEY
 
 
-def test_true_size_is_remembered_over_the_planned_one(path):
-    """LEN-13: when the next run takes it over, and not before."""
-    cache, row = LengthCache(path, "context"), text_row()
-    cache.append(cache.keys([row]), sizes(10))
-    cache.remember(row, (20, 0, 0, 0), 0.0)
-    assert LengthCache(path, "context").load().of(cache.keys([row]))[1]["length"].tolist() == [10]
-    LengthCache(path, "context").take_over_notes()
-    assert not list(path.parent.glob("*.notes"))
-    is_known, there = LengthCache(path, "context").load().of(cache.keys([row]))
-    assert is_known.all()
-    assert (there["length"][0], there["proof"][0]) == (20, IN_FULL)
-
-
 def test_difference_is_remembered_even_under_another_record(path):
     """LEN-5"""
     cache = LengthCache(path, "context")
@@ -191,12 +157,3 @@ def test_difference_is_remembered_even_under_another_record(path):
     cache.append(keys(1), differing)
     cache.append(keys(1), sizes(11))
     assert LengthCache(Path(path), "context").load().num_differing == 1
-
-
-def test_cache_goes_with_its_source_into_spawned_workers(path, tmp_path):
-    """LEN-6"""
-    photo(tmp_path, "one", 20, 20)
-    row = image_row([str(tmp_path / "one.jpg")])
-    cache = LengthCache(path, "context")
-    key = cache.key(row)
-    assert pickle.loads(pickle.dumps(cache)).key(row) == key

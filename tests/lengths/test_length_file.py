@@ -23,7 +23,7 @@ def keys(*numbers):
 
 
 def sizes(*lengths):
-    return np.array([(length, 1, 4, 2, 1.5, 0, 0, 0) for length in lengths], SIZE)
+    return np.array([(length, 1, 4, 2, 1.5, 0, 0) for length in lengths], SIZE)
 
 
 def filled(path, num_blocks=4, num_rows=3):

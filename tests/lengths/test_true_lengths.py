@@ -14,9 +14,7 @@ from swift_vlpack.feed import reader
 from swift_vlpack.feed.dataset import PackingDataset
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.measure import measure
-from swift_vlpack.lengths.measured_sizes import LengthCaches
 from swift_vlpack.lengths.rows_work import Encoders
-from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import SampleId
@@ -34,11 +32,10 @@ def template():
 def sized(rows, template, path):
     """The source after a pass of its own, as a start of a run makes it."""
     cache = LengthCache(path, "context")
-    cache.take_over_notes()
     source = RowSource(name="data", rows=rows)
     encoder = RowEncoder(template)
-    sizes = measure(source, LengthCaches(cache=cache, trust=Trust()), Encoders(by_header=encoder, in_full=encoder))
-    return RowSource(name="data", rows=rows, sizes=sizes, remember_size=cache.remember)
+    sizes = measure(source, cache, Encoders(by_header=encoder, in_full=encoder))
+    return RowSource(name="data", rows=rows, sizes=sizes)
 
 
 def packs_of(source, template, **options):

@@ -13,9 +13,7 @@ from swift_vlpack.feed import reader
 from swift_vlpack.feed.dataset import PackingDataset
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.measure import measure
-from swift_vlpack.lengths.measured_sizes import LengthCaches
 from swift_vlpack.lengths.rows_work import Encoders
-from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows import watch
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -71,7 +69,7 @@ def some_rows(folder):
 
 
 def measured(rows, template, path, num_processes=1, is_strict=False):
-    caches = LengthCaches(cache=LengthCache(path, "context"), trust=Trust())
+    caches = LengthCache(path, "context")
     encoder = RowEncoder(template)
     encoders = Encoders(by_header=encoder, in_full=encoder, is_strict=is_strict, num_processes=num_processes)
     return measure(RowSource(name="data", rows=rows), caches, encoders)

@@ -4,6 +4,7 @@ import base64
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 from datasets import Dataset
 from swift.template import get_template
 
@@ -71,7 +72,7 @@ def warnings_of(monkeypatch):
 def unchecked(monkeypatch):
     """No row is encoded both ways."""
     monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
-    monkeypatch.setattr(trust, "NUM_AT_EACH_END", 0)
+    monkeypatch.setattr(measure, "extremes", lambda sizes: np.zeros(0, np.int64))
     monkeypatch.setattr(trust, "NUM_PER_KIND", 0)
 
 

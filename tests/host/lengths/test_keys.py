@@ -5,18 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from PIL import Image, ImageFile
 from swift.dataset import load_dataset
-from swift.template import Template
 
-from swift_vlpack.host import headers
-from swift_vlpack.lengths.source_code import code_of
+from swift_vlpack.lengths.context import own_files
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
-from tests.host.lengths.support import context_of, with_lengths
-from tests.images import noise, photo
+from tests.host.lengths.support import with_lengths
+from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
@@ -104,33 +101,15 @@ def test_edited_code_of_the_user_is_measured_again(files, options, runs, tmp_pat
     assert lengths(FIRST) == (first, first)
 
 
-def test_code_without_a_file_is_in_the_key(runs, tmp_path):
-    """LEN-18: as in a notebook, or a function that was loaded before its file was edited."""
-    (tmp_path / "plugin.py").write_text("")
-
-    def context(words):
-        names = {}
-        exec(compile(OWN_TEMPLATE.format(imports="", words=words), "<cell 1>", "exec"), names)
-        return context_of(names["changed"](runs.template([tmp_path / "plugin.py"])))
-
-    assert context(FIRST) == context(FIRST)
-    assert context(FIRST) != context(SECOND)
-
-
-def test_the_users_own_modules_are_followed_and_installed_ones_are_not(tmp_path):
-    """LEN-18: also relative ones and those imported inside of functions; what cannot be parsed or found is no error."""
+def test_the_users_own_files_are_followed_and_installed_ones_are_not(tmp_path):
+    """LEN-18: what lies beside a plugin counts, and every package of the user that it imports."""
     package = tmp_path / "mine"
     package.mkdir()
-    (tmp_path / "plugin.py").write_text("import os, numpy\nimport mine.a\nfrom mine import b\nimport nowhere.at.all\n")
-    (package / "__init__.py").write_text("")
-    (package / "a.py").write_text("def late():\n    from .c import d\n")
-    (package / "b.py").write_text("this is no Python")
-    (package / "c.py").write_text("import plugin\n")
-    code = code_of([], [tmp_path / "plugin.py"])
-    own = {os.path.relpath(file, tmp_path) for file in code.files if file.startswith(str(tmp_path))}
-    assert own == {"plugin.py", "mine/__init__.py", "mine/a.py", "mine/b.py", "mine/c.py"}
-    assert {file.rsplit("/", 2)[-2] for file in code.files if "site-packages" in file} == {"numpy"}
-    assert "numpy" in code.packages
+    (tmp_path / "plugin.py").write_text("import os, numpy\nimport mine.a\nimport nowhere.at.all\n")
+    for name in ("__init__", "a", "b"):
+        (package / f"{name}.py").write_text("")
+    own = {os.path.relpath(file, tmp_path) for file in own_files([], [tmp_path / "plugin.py"]) if str(tmp_path) in file}
+    assert own == {"plugin.py", "mine/__init__.py", "mine/a.py", "mine/b.py"}
 
 
 # -- the row ----------------------------------------------------------------------------------------------------------
@@ -205,93 +184,3 @@ def test_file_urls_are_the_paths_that_they_name(template, tmp_path):
     assert found.images.tolist() == [1] * 6
     sample = RowEncoder(template).sample(rows[1], SampleId("rows", 1))
     assert sample["length"] == found.lengths[1], "as training has it"
-
-
-# -- failures that can be cured ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def encoded(monkeypatch):
-    """The rows that templates encode."""
-    calls, encode = [], Template.encode
-
-    def noted(self, row, **options):
-        calls.append(row["messages"][0]["content"].removeprefix("<image>"))
-        return encode(self, row, **options)
-
-    monkeypatch.setattr(Template, "encode", noted)
-    return calls
-
-
-class Dots(ImageFile.ImageFile):
-    """An image format of a user: a size, and no pixels to speak of."""
-
-    format = "DOTS"
-
-    def _open(self):
-        self.fp.seek(4)
-        self._mode, self._size = "RGB", tuple(map(int, self.fp.read().split()))
-
-    def load(self):
-        self.im = Image.new("RGB", self.size).im
-        return self.im.pixel_access(False)
-
-
-def no_reader(tmp_path, monkeypatch):
-    (tmp_path / "bad").write_bytes(b"dots300 200")
-    Image.init()  # so that what is registered below is all that changes
-
-    def register():
-        monkeypatch.setattr(Image, "ID", [*Image.ID, "DOTS"])
-        monkeypatch.setitem(Image.OPEN, "DOTS", (Dots, lambda prefix: prefix.startswith(b"dots")))
-
-    return "image_unreadable", register
-
-
-def limit_of_pixels(tmp_path, monkeypatch):
-    noise(300, 200).save(tmp_path / "bad", "PNG")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
-    return "image_too_large", lambda: monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-
-
-def no_package(tmp_path, monkeypatch):
-    noise(300, 200).save(tmp_path / "bad", "PNG")
-
-    def unless_missing(real):
-        def load(image, load_images):
-            if image == str(tmp_path / "bad") and not (tmp_path / "site" / "reader-1.0.dist-info").exists():
-                raise RuntimeError("the reader is not installed")
-            return real(image, load_images)
-
-        return load
-
-    monkeypatch.setattr(Template, "_load_image", staticmethod(unless_missing(Template._load_image)))
-    monkeypatch.setattr(headers, "_header_of", unless_missing(headers._header_of))
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    return "encode_failed", lambda: (tmp_path / "site" / "reader-1.0.dist-info").mkdir(parents=True)
-
-
-@pytest.mark.parametrize("prepare", [no_reader, limit_of_pixels, no_package])
-def test_failure_is_forgotten_when_it_may_be_cured_and_good_rows_are_not(
-    prepare, template, tmp_path, monkeypatch, encoded
-):
-    """LEN-10"""
-    reason, cure = prepare(tmp_path, monkeypatch)
-    rows = Dataset.from_list(
-        [image_row([photo(tmp_path, "good", 90, 90)], "good"), image_row([str(tmp_path / "bad")], "bad")]
-    )
-
-    def sizes():
-        encoded.clear()
-        return with_lengths(RowSource(name="rows", rows=rows), template, ARGS, str(tmp_path / "cache")).sizes
-
-    assert sizes().failures == {1: reason}
-    assert sizes().failures == {1: reason}
-    assert encoded == [], "a failure is remembered while nothing changes"
-    cure()
-    found = sizes()
-    assert set(encoded) == {"bad"}, "a good row was measured again"
-    assert found.failures == {}
-    assert found.lengths[1] == template.encode(rows[1], return_length=True)["length"]
-    sizes()
-    assert encoded == []

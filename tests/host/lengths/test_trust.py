@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from swift.template import Template
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage
-from swift_vlpack.lengths import trust
+from swift_vlpack.lengths import measure
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of, with_lengths
@@ -65,26 +66,11 @@ def lying_about(monkeypatch, is_one):
 def test_comparing_takes_a_small_share_of_the_pixels(template, full, tmp_path):
     """LEN-3: a hundred images of one kind; 64 texts cost nothing beside them."""
     sizes_of(photos(tmp_path, 100), template, tmp_path)
-    assert 1 <= len(full()) <= 6
+    assert 1 <= len(full()) <= 100 / 16 + 4
     sizes_of(photos(tmp_path, 400, question="many"), template, tmp_path, "many")
-    assert 400 / 64 - 2 <= len(full()) <= 400 / 64 + 4
+    assert 400 / 64 - 2 <= len(full()) <= 400 / 16 + 4
     sizes_of(texts(200), template, tmp_path, "texts")
-    assert len(full()) >= 64
-
-
-def test_another_source_of_the_same_kinds_proves_little_again(template, full, tmp_path, monkeypatch):
-    """LEN-16: under the same settings; under others it proves all."""
-    sizes_of(photos(tmp_path, 40), template, tmp_path)
-    first = len(full())
-    again = sizes_of(photos(tmp_path, 40, question="another"), template, tmp_path, "others")
-    assert len(full()) == 1
-    assert (again.lengths == outcome(template, photos(tmp_path, 1, question="another")[0]).length).all()
-    full()
-    sizes_of(photos(tmp_path, 40, question="another"), template, tmp_path, "others")
-    assert full() == [], "what was trusted is remembered"
-    monkeypatch.setattr(template, "max_pixels", 30_000)
-    sizes_of(photos(tmp_path, 40), template, tmp_path)
-    assert len(full()) == first > 1
+    assert len(full()) >= 200 / 16
 
 
 @pytest.mark.parametrize("kind", quick_only(("format", "size"), ["format", "mode", "size", "aspect"]))
@@ -119,37 +105,18 @@ def test_rows_of_columns_of_their_own_are_a_kind(template, full, tmp_path):
     assert "<image>with tools" in [question for question, _ in full()]
 
 
-def test_a_difference_ends_the_trust_of_every_source(template, full, tmp_path, monkeypatch):
-    """LEN-16: sizes that were believed for the sake of another source are measured again."""
-    sizes_of(photos(tmp_path, 40), template, tmp_path)
-    sizes_of(photos(tmp_path, 40, question="vouched"), template, tmp_path, "vouched")
-    full()
-    lying_about(monkeypatch, lambda opened: opened.size == (500, 90))
-    said = warnings_of(monkeypatch)
-    sizes_of(photos(tmp_path, 5, 500, 90, name="liar"), template, tmp_path, "liar")
-    assert "every row is encoded" in said[0]
-    monkeypatch.undo()
-    calls, encode = [], Template.encode
-    monkeypatch.setattr(Template, "encode", lambda self, row, **kw: calls.append(type(row)) or encode(self, row, **kw))
-    sizes_of(photos(tmp_path, 40, question="vouched"), template, tmp_path, "vouched")
-    assert calls.count(headers._Row) >= 39
-    assert len(calls) > 41, "it proves itself now"
-
-
 def test_a_broken_image_proves_nothing(template, full, tmp_path):
-    """LEN-16: good headers before bad pixels are no evidence; the next row of the kind is compared."""
+    """LEN-16: good headers before bad pixels are no evidence; a later row of the kind is compared."""
     broken = Path(photo(tmp_path, "broken"))
     broken.write_bytes(broken.read_bytes()[:3000])
     rows = [image_row([str(broken)], f"broken {n}") for n in range(3)]
-    sizes_of([*rows, *photos(tmp_path, 5, 320, 240, "good")], template, tmp_path)
-    counts = json.loads(next((tmp_path / "cache").glob("*.trust")).read_text().splitlines()[0])["agreed"]
-    assert all(number >= 1 for number in counts.values())
-    assert any("JPEG RGB" in kind for kind in counts)
+    sizes_of([*rows, *photos(tmp_path, 200, 320, 240, "good")], template, tmp_path)
+    assert any("question" in question for question, _ in full())
 
 
 def test_rows_are_compared_in_the_processes_that_measure(template, full, tmp_path, monkeypatch):
     """LEN-3: none in the process that waits for them, before any is measured."""
-    monkeypatch.setattr(trust, "NUM_AT_EACH_END", 0)
+    monkeypatch.setattr(measure, "extremes", lambda sizes: np.zeros(0, np.int64))
     rows = [*photos(tmp_path, 60), *photos(tmp_path, 60, 90, 70, "small", "small")]
     sizes = sizes_of(rows, template, tmp_path, num_processes=2)
     where = {process for _, process in full()}
