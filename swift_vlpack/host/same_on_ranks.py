@@ -24,11 +24,10 @@ import transformers
 
 import swift_vlpack
 from swift_vlpack.comm import Comm
-from swift_vlpack.config import RESUME_DATA, RESUME_FILES, PackingConfig
+from swift_vlpack.config import RESUME_DATA, PackingConfig
 from swift_vlpack.envelope import differing_fields, shown_value
 from swift_vlpack.errors import VLPackError
 from swift_vlpack.feed.saved_rows import digest_of, rows_with_digest
-from swift_vlpack.host.checkpoint_files import digest_of_file
 from swift_vlpack.host.ranks import gathered
 from swift_vlpack.rows.media import is_name, names_of_files, real_file
 from swift_vlpack.rows.source import Row, RowSource, row_bytes, rows_in_turn
@@ -103,7 +102,7 @@ def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
     """
     options = {**vars_of(args.training_args), **vars_of(args), **vars_of(config)}
     compared = {name: content_of(value) for name, value in options.items() if _is_common(name)}
-    return {**compared, **{variable: os.environ.get(variable) for variable in (RESUME_DATA, RESUME_FILES)}}
+    return {**compared, RESUME_DATA: os.environ.get(RESUME_DATA)}
 
 
 def vars_of(options: Any) -> dict[str, Any]:
@@ -142,7 +141,13 @@ def _content_of_text(text: str) -> str:
     path = Path(text)
     try:
         # The content of folders is compared elsewhere: parameters, rows, states of checkpoints.
-        return "a folder" if path.is_dir() else f"a file of digest {digest_of_file(path)}" if path.is_file() else text
+        return (
+            "a folder"
+            if path.is_dir()
+            else f"a file of digest {digest_of(path.read_bytes())}"
+            if path.is_file()
+            else text
+        )
     except OSError:  # too long for a path
         return text
 

@@ -27,7 +27,6 @@ from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_o
 from swift_vlpack.feed.streamed import PROGRESS, ReaderProgress
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.files import write_json, write_whole
-from swift_vlpack.host.checkpoint_files import RECORDS
 from swift_vlpack.host.objective import refused_values, warning_of_changes
 from swift_vlpack.runlog import counts
 from swift_vlpack.runlog.folder import ROWS, STATE
@@ -38,7 +37,7 @@ FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
-_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str, "files": RECORDS}
+_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str}
 STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
 """Shapes of saved states, by the kind of feed."""
 

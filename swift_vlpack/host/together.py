@@ -1,4 +1,4 @@
-"""Check, before anything is loaded, that all ranks have the same options and the same undamaged checkpoint.
+"""Check, before anything is loaded, that all ranks have the same options and the same checkpoint.
 
 This is the earliest point at which ranks can exchange data. A rank that differs would load another model, hang the run,
 or silently train on its own.
@@ -7,18 +7,17 @@ or silently train on its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from swift.utils import get_logger, is_master
 
 from swift_vlpack.comm import Comm
-from swift_vlpack.config import REPLACED, RESUME_FILES
 from swift_vlpack.envelope import check_fingerprint
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.host.args import packing_config
-from swift_vlpack.host.checkpoint_files import damages, deepspeed_parts, unreadable
 from swift_vlpack.host.objective import objective_of, refused_values
 from swift_vlpack.host.ranks import RanksOfRun
 from swift_vlpack.host.same_on_ranks import check_equal, options_of_run, refuse_differences, versions
@@ -29,13 +28,12 @@ logger = get_logger()
 
 OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero")
 """Fields of `trainer_state.json` that may differ between nodes, because they hold times and paths."""
-PREFIX = "vlpack_"
-"""Prefix of our own files in a checkpoint. If the data starts anew, they are not read, so they may be damaged."""
-NUM_DAMAGES_NAMED = 5
+_PART_OF_DEEPSPEED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+"""The name that DeepSpeed gives to the part of the optimizer that a rank saves."""
 
 
 def start_together(args: Any) -> None:
-    """Raise on every rank if ranks differ or the checkpoint is damaged, before a model is loaded."""
+    """Raise on every rank if ranks differ, before a model is loaded."""
     config = packing_config(args)
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else None
@@ -58,13 +56,10 @@ def start_together(args: Any) -> None:
 
 
 def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> dict[str, Any] | None:
-    """Compare the checkpoint between ranks, then its files with their records. Returns our saved state, if any."""
+    """Compare the checkpoint between ranks. Returns our saved state, if any."""
     both = comm.results_of_all(lambda: _facts_of(checkpoint, needs_state))
     refuse_differences("checkpoint to resume from", [facts for facts, _ in both])
-    saved = both[comm.rank][1]
-    if checkpoint is not None:
-        _check_files(checkpoint, saved["state"]["files"] if saved else None, comm, needs_state=needs_state)
-    return saved
+    return both[comm.rank][1]
 
 
 def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -85,20 +80,6 @@ def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any
     return {**facts, f"digest of {FILE}": saved["digest"]}, saved
 
 
-def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm, *, needs_state: bool) -> None:
-    if records is not None and not are_replaced(os.environ):
-        _refuse(damages(checkpoint, records, comm), f"; if you replaced a file on purpose, set {RESUME_FILES}="
-                f"{REPLACED}")  # fmt: skip
-        return
-    if records is not None and is_master():
-        logger.warning(f"{RESUME_FILES}={REPLACED}: files of {checkpoint} are not compared with what was written")
-
-    def found_here() -> list[str]:
-        return unreadable(checkpoint, without="" if needs_state else PREFIX)
-
-    _refuse(sorted({said for of_rank in comm.results_of_all(found_here) for said in of_rank}))
-
-
 def check_deepspeed(checkpoint: Path, deepspeed: Any, comm: Comm) -> None:
     """Refuse a checkpoint whose optimizer DeepSpeed would refuse, but only after the model is loaded.
 
@@ -115,20 +96,10 @@ def check_deepspeed(checkpoint: Path, deepspeed: Any, comm: Comm) -> None:
         )
 
 
-def _refuse(found: Sequence[str], further_way_out: str = "") -> None:
-    if found:
-        more = len(found) - NUM_DAMAGES_NAMED
-        said = "; ".join(found[:NUM_DAMAGES_NAMED]) + (f"; and {more} more" if more > 0 else "")
-        raise StateMismatch(f"{said}. Resume from an earlier checkpoint, or copy this one again{further_way_out}")
-
-
-def are_replaced(environ: Mapping[str, str]) -> bool:
-    """Tell whether files of the checkpoint were replaced on purpose, as the user says with `VLPACK_RESUME_FILES`.
-
-    Raises `ConfigError` for an invalid value of the variable.
-    """
-    given = environ.get(RESUME_FILES, "")
-    wish = given.strip().lower()
-    if wish not in ("", REPLACED):
-        raise ConfigError(f"{RESUME_FILES} can only be {REPLACED}, got {given!r}; without it all files are compared")
-    return wish == REPLACED
+def deepspeed_parts(folder: Path) -> set[int]:
+    """Return the ranks whose part of DeepSpeed's optimizer is in a checkpoint; empty for that of another engine."""
+    try:
+        parts = folder / (folder / "latest").read_text(encoding="utf-8").strip()  # where DeepSpeed itself looks
+        return {int(found[1]) for path in parts.iterdir() if (found := _PART_OF_DEEPSPEED.search(path.name))}
+    except (OSError, ValueError):
+        return set()

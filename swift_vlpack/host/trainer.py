@@ -12,8 +12,7 @@ A pack counts as trained when its optimizer step is taken. Only counted packs ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import MeanOfStep, num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
-from swift_vlpack.host.checkpoint_files import recorded
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync
 from swift_vlpack.host.evaluation import EvaluatesRows
 from swift_vlpack.host.loader import PackLoader, collator_of
@@ -47,7 +45,6 @@ from swift_vlpack.host.run_events import RunEvents
 from swift_vlpack.host.same_on_ranks import check_equal, check_same_parameters, refuse_differences, versions
 from swift_vlpack.host.state import (
     FILE,
-    ROWS_FILE,
     WAY_OUT,
     load_rank_state,
     load_state,
@@ -405,8 +402,9 @@ class PackingTrainer(EvaluatesRows):
         self._is_saving = False
         results_of_all(self._save_rank_state, "the progress of every rank, for a checkpoint")
         counted = self.events.over_all_ranks()
-        files = self._recorded_on_disk()
-        results_of_all(lambda: self._complete_checkpoint(counted, files), "the state of a checkpoint")
+        is_first = self.args.local_process_index == 0  # one rank of each machine
+        results_of_all(lambda: is_first and sync(self._checkpoint), "a checkpoint that is flushed to the disk")
+        results_of_all(lambda: self._complete_checkpoint(counted), "the state of a checkpoint")
         self._update_last_checkpoint_symlink(barrier=False)
         return result
 
@@ -416,19 +414,10 @@ class PackingTrainer(EvaluatesRows):
         if self.args.should_save:
             save_training_args(self._checkpoint, self.args)
 
-    def _recorded_on_disk(self) -> dict[str, Any]:
-        """Return sizes and digests of all files, and meanwhile flush the files to disk, on one rank of each machine."""
-        with ThreadPoolExecutor(1) as thread:
-            is_first = self.args.local_process_index == 0
-            written = thread.submit(sync, self._checkpoint) if is_first else None
-            files = recorded(self._checkpoint, RanksOfRun(), without=(FILE, ROWS_FILE))
-        results_of_all(lambda: written and written.result(), "a checkpoint that is flushed to the disk")
-        return files
-
-    def _complete_checkpoint(self, counted: Counts, files: Mapping[str, Any]) -> None:
+    def _complete_checkpoint(self, counted: Counts) -> None:
         if not self.args.should_save:
             return
-        state = {**self.feed.state(), "counted": counted.state(), "files": files}
+        state = {**self.feed.state(), "counted": counted.state()}
         save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.saved_rows)
         sync_folder(self._checkpoint)
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
