@@ -11,7 +11,7 @@ apart and together. They show what kind of loss the run has:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.sequence import layout
-from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
+from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, with_fewer_targets
 from swift_vlpack.feed.waiting import is_of_collective
 from swift_vlpack.proof.choose_samples import short_samples
 from swift_vlpack.proof.perturb import replaced
@@ -33,8 +33,6 @@ from swift_vlpack.rows.samples import Encoded
 
 logger = get_logger()
 
-LossOfSample = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Function of a sample's outputs, labels and weights that returns the loss summed over its tokens."""
 CAUSAL_LM = "cross_entropy"
 """The only one of ms-swift's loss types that is for causal_lm."""
 
@@ -180,27 +178,6 @@ def is_mean(trainer: Any) -> bool:
     if trainer.compute_loss_func is not None:
         return isinstance(trainer.compute_loss_func, MeanOfStep)
     return trainer.label_smoother is not None
-
-
-def loss_of_sample(trainer: Any) -> LossOfSample:
-    """Return a function that sums the loss over the tokens of one sample, by the loss function of the trainer."""
-    own, smoother = trainer.compute_loss_func, trainer.label_smoother
-
-    def total(outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(own, MeanOfStep):
-            num = num_targets(labels)
-            mean = own.mean_of_sequence(outputs, labels, num_items_in_batch=num, loss_scale=loss_scale, trainer=trainer)
-            return mean * num
-        if own is not None:
-            one = torch.ones((), device=labels.device)
-            result: torch.Tensor = own(outputs, labels, num_items_in_batch=one, loss_scale=loss_scale, trainer=trainer)
-            return result
-        if smoother is not None:
-            shift = {"shift_labels": True} if shifts_smoothed_labels(trainer) else {}
-            return smoother.mean_of_sequence(outputs, labels, **shift) * num_targets(labels)
-        return outputs.loss.sum()
-
-    return total
 
 
 def refuse_experts_of_packs(trainer: Any) -> None:

@@ -160,8 +160,7 @@ class PackingTrainer(EvaluatesRows):
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, unless it would let ranks wait for each other."""
-        if "input_ids" in inputs:  # not losses that packs gave before
-            self._refuse_to_wait([inputs], "evaluate")
+        self._refuse_to_wait([inputs], "evaluate")
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class PackingTrainer(EvaluatesRows):
         In that case the last target of a sample would be compared with the first logits of the next sample. That cannot
         happen in a padded batch.
         """
-        is_batch = self.is_evaluating and self._pack_evaluated is None
+        is_batch = self.is_evaluating and not self.template.packing
         if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
             super().prepare_logits_to_keep(inputs)
 

