@@ -6,18 +6,11 @@ set. A trainer of your own iterates it with a plain `DataLoader`; ms-swift's tra
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import uuid
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
@@ -29,7 +22,6 @@ from swift_vlpack.lengths.prefixes import sharing_rows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.same_steps import UnpackedRows, UnpackedStep
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -76,8 +68,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         """The optimizer step whose samples are kept; None if the packs decide what a step trains."""
         self._unpacked = unpacked
         self._plan_epochs(Extent(num_epochs, num_packs))
-        self._published = PublishedPacks()
-        self._plan: EpochPlan | None = self._epochs.plan(0)
+        self._plan = self._epochs.plan(0)
 
     def _plan_epochs(self, extent: Extent) -> None:
         rows = self.dataset
@@ -89,23 +80,22 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         self.reader = PackReader(rows, self.config, self.seed, self.num_packs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle neither plan nor sizes: a spawned worker reads the addresses of packs from the published files."""
-        if self._plan is not None:
-            self._published.publish(self._plan)
-        return {**self.__dict__, "_plan": None, "_epochs": None, "dataset": None, "_unpacked": None}
+        """Pickle only the packs of the epoch that is set, for spawned workers, which plan nothing."""
+        return {**self.__dict__, "_epochs": None, "dataset": None, "_unpacked": None}
 
     def __repr__(self) -> str:
-        if self._plan is None:
-            return f"<PlannedPackingDataset of {counted(len(self), 'pack')}, a copy in another process>"
         return f"<PlannedPackingDataset: epoch {self.epoch} of {self.dataset!r}, {self.plan!r}>"
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 
     @property
     def epoch_plan(self) -> EpochPlan:
-        """Return the plan of the epoch that was set."""
-        if self._plan is None:
-            raise DataError("a copy of the packs in another process has no plan, only addresses; ask the original")
+        """Return the plan of the epoch that was set. Raises `DataError` in a worker that was started before it was."""
+        if self._plan.epoch != self.epoch:
+            raise DataError(
+                f"this dataloader worker has the packs of epoch {self._plan.epoch}, and epoch {self.epoch} is set: "
+                "leave persistent_workers out, so that every epoch starts workers of its own"
+            )
         return self._plan
 
     @property
@@ -118,22 +108,9 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return self._epochs.plan_for(num_ranks or self.num_ranks, epoch, cuts)
 
     def set_epoch(self, epoch: int) -> None:
-        """Mix the sources and pack for another epoch. Persistent dataloader workers see the change."""
-        if epoch == self.epoch:
-            return
-        plan = self._epochs.plan(epoch)
-        # Publish the packs before the number: a worker that sees the number has to find the packs.
-        self._published.publish(plan)
-        self._go_to(plan)
-
-    def begin(self, epoch: int) -> EpochPlan:
-        """Set an epoch for loaders that pass addresses to workers (`PlannedFeed`), which need no published packs.
-
-        A resumed epoch continues after its last trained pack.
-        """
+        """Mix the sources and pack for another epoch. A resumed epoch continues after its last trained pack."""
         if epoch != self.epoch:
             self._go_to(self._epochs.plan(epoch))
-        return self.epoch_plan
 
     def make_ahead(self, epoch: int) -> None:
         """Start to plan a later epoch in a thread, if the run has it."""
@@ -183,20 +160,14 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
     # -- packs ------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        plan = self._known_plan()
-        return self._published.num_packs(self.epoch) if plan is None else len(plan)
+        return len(self.epoch_plan)
 
     def __getitem__(self, index: int | PackAddress) -> PackedSamples:
         return self.reader[index if isinstance(index, PackAddress) else self.address(index)]
 
     def address(self, number: int) -> PackAddress:
         """Return the address of pack `number` of the epoch."""
-        plan = self._known_plan()
-        return self._published.address(self.epoch, number) if plan is None else address_of(plan, number)
-
-    def _known_plan(self) -> EpochPlan | None:
-        """Return the plan of the epoch; None in a worker whose copy has the plan of an earlier epoch, or no plan."""
-        return self._plan if self._plan is not None and self._plan.epoch == self.epoch else None
+        return address_of(self.epoch_plan, number)
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
         """Yield the first samples of the epoch, encoded when they are asked for; skip rows that fail."""
@@ -273,82 +244,3 @@ def address_of(plan: EpochPlan, number: int) -> PackAddress:
 def names_of(rows: FusionCaptionDataset) -> NameOfRow:
     """Return a function that names samples in the log of planning."""
     return lambda *where: str(rows.sample_id(Address(*where)))
-
-
-# -- packs for persistent workers -------------------------------------------------------------------------------------
-
-SAMPLE = np.dtype(
-    [("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),)), ("shared", "<i4")]
-)
-"""The record of a sample in the files of `PublishedPacks`."""
-
-
-class PublishedPacks:
-    """Write files with the samples of every pack of an epoch, in the training process; read them in dataloader workers.
-
-    A plain `DataLoader` sends numbers of packs to its workers. A persistent worker has the plan of an old epoch, a
-    spawned one has no plan. A worker never plans: it maps the files of the epoch that is set.
-    """
-
-    def __init__(self) -> None:
-        # Choose the name now, so that workers that are forked before anything is published know it.
-        self._folder = Path(tempfile.gettempdir()) / f"vlpack-epoch-{uuid.uuid4().hex}"
-        self._written: list[int] = []  # epochs that have files, the most recently used last
-        self._mapped: tuple[int, NDArray[np.int64], NDArray[np.void]] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder, "_written": [], "_mapped": None}
-
-    def publish(self, plan: EpochPlan) -> None:
-        """Write the files of an epoch, unless they exist."""
-        if plan.epoch in self._written:
-            self._written.sort(key=lambda epoch: epoch == plan.epoch)  # move it to the end, so that it is kept longest
-            return
-        if not self._written:
-            # Only the owner may read it: all users of a machine share its folder for temporary files.
-            self._folder.mkdir(mode=0o700)
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        members = plan.packs.members
-        samples = np.zeros(len(members), SAMPLE)
-        samples["source"], samples["row"] = plan.schedule.source[members], plan.schedule.row[members]
-        samples["size"] = plan.sizes[:, members].T
-        if plan.spans is not None:
-            samples["span"] = plan.spans[:, members].T
-        samples["shared"] = plan.packs.shared_of_members
-        np.save(self._file(plan.epoch, "samples"), samples)
-        np.save(self._file(plan.epoch, "offsets"), plan.packs.offsets)
-        self._written.append(plan.epoch)
-        for epoch in self._written[:-2]:  # workers may still read the epoch before this one
-            for name in ("samples", "offsets"):
-                self._file(epoch, name).unlink(missing_ok=True)
-        self._written = self._written[-2:]
-
-    def address(self, epoch: int, number: int) -> PackAddress:
-        """Return the address of a pack of the epoch, in a worker."""
-        ends, samples = self._arrays(epoch)
-        num_packs = len(ends) - 1
-        if not -num_packs <= number < num_packs:
-            raise IndexError(f"pack {number} of {num_packs} packs")
-        number %= num_packs
-        inside = samples[ends[number] : ends[number + 1]]
-        spans = (Span(*span) if any(span) else None for span in inside["span"].tolist())
-        where = zip(inside["source"].tolist(), inside["row"].tolist(), spans, strict=True)
-        sizes = tuple(map(tuple, inside["size"].tolist()))
-        return PackAddress(
-            epoch, number, tuple(Address(*one) for one in where), sizes, tuple(inside["shared"].tolist())
-        )
-
-    def num_packs(self, epoch: int) -> int:
-        """Return the number of packs of an epoch, in a worker."""
-        return len(self._arrays(epoch)[0]) - 1
-
-    def _arrays(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-        """Map the files of an epoch. Returns (offsets of packs among samples, samples)."""
-        if self._mapped is None or self._mapped[0] != epoch:
-            # Map the files and do not read them: all workers of a machine share the pages.
-            offsets, samples = (np.load(self._file(epoch, name), mmap_mode="r") for name in ("offsets", "samples"))
-            self._mapped = epoch, offsets, samples
-        return self._mapped[1:]
-
-    def _file(self, epoch: int, name: str) -> Path:
-        return self._folder / f"{epoch}-{name}.npy"

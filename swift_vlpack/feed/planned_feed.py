@@ -64,7 +64,7 @@ class PlannedFeed(Feed):
     def begin(self, epoch: int) -> EpochStart:
         """Begin an epoch. A resumed epoch continues after its last trained pack."""
         if epoch != self.epoch:
-            self.packs.begin(epoch)
+            self.packs.set_epoch(epoch)
             self._num_trained = 0
         plan = self.epoch_plan
         left_out = left_out_by(plan, self.dataset)
