@@ -1,11 +1,9 @@
 """Find out which rows of its file a loaded data set has, without changing what ms-swift's preprocessing returns.
 
 ms-swift passes every data set to a `preprocess_func`, which may delete rows, make several rows of one, or do anything
-else. `NumberedPreprocess` takes its place and records the numbers of the rows that it returns:
-
-- For a `RowPreprocessor`, a column of numbers is added, and removed from every row before `preprocess` sees the row.
-- Any other function could mistake the column for content, for example when it drops duplicates. So it runs twice. The
-  result without the column is trained. The result with the column gives the numbers, if both are equal otherwise.
+else. `NumberedPreprocess` takes its place and records the numbers of the rows that it returns: a column of numbers is
+added for a `RowPreprocessor`, and removed from every row before `preprocess` sees the row. Any other function could
+mistake the column for content, so nothing is known of the rows that it returns.
 """
 
 from __future__ import annotations
@@ -13,19 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 from swift.dataset import AutoPreprocessor, RowPreprocessor
-from swift.utils import get_logger
-
-logger = get_logger()
 
 ROW = "vlpack_row"
-NUM_ROWS_COMPARED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +66,7 @@ def _preprocessed(
     numbered = dataset.add_column(ROW, np.arange(len(dataset)))
     numbering = _numbering(preprocess_func)
     if numbering is None:
-        rows = preprocess_func(dataset, **kwargs)
-        again = _again(partial(preprocess_func, **kwargs), numbered, rows)
-        return rows, None if again is None else _numbers(again, len(dataset))
+        return preprocess_func(dataset, **kwargs), None
     rows = numbering(numbered, **kwargs)
     numbers = _numbers(rows, len(dataset))
     return (rows.remove_columns(ROW) if ROW in rows.column_names else rows), numbers
@@ -88,15 +79,14 @@ def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
         auto._get_preprocessor = lambda dataset: _numbering(preprocess_func._get_preprocessor(dataset))
         return auto
     kind = type(preprocess_func)
-    # A subclass that replaces the loop over rows may do anything with the column.
+    # A subclass that replaces the loop over rows, or sees the whole data set, may do anything with the column.
     if not isinstance(preprocess_func, RowPreprocessor) or any(
-        getattr(kind, name) is not getattr(RowPreprocessor, name) for name in ("__call__", "batched_preprocess")
+        getattr(kind, name) is not getattr(RowPreprocessor, name)
+        for name in ("__call__", "batched_preprocess", "prepare_dataset")
     ):
         return None
     numbering: Any = copy.copy(preprocess_func)
     numbering.preprocess = _NumberedRow(preprocess_func.preprocess)
-    if kind.prepare_dataset is not RowPreprocessor.prepare_dataset:
-        numbering.prepare_dataset = partial(_prepared, preprocess_func.prepare_dataset)
     return numbering
 
 
@@ -114,32 +104,6 @@ class _NumberedRow:
         if isinstance(made, dict):
             return {**made, ROW: number}
         return [{**one, ROW: number} for one in made] if isinstance(made, list) else made
-
-
-def _prepared(prepare_dataset: Callable[[Any], Any], numbered: Dataset) -> Any:
-    """Call the user's `prepare_dataset` on the whole data set, and keep the numbers if that changes nothing else."""
-    rows = prepare_dataset(numbered.remove_columns(ROW))
-    again = _again(prepare_dataset, numbered, rows)
-    return rows if again is None else again
-
-
-def _again(function: Callable[[Any], Any], numbered: Dataset, rows: Any) -> Dataset | None:
-    """Call a function again with numbered rows. Returns its result if that is `rows` with numbers, else None."""
-    try:
-        again = function(numbered)
-    except Exception as error:  # the function may refuse an additional column with any error
-        logger.info(f"a preprocess_func refuses a data set with an additional column: {error!r}")
-        return None
-    if not (isinstance(again, Dataset) and isinstance(rows, Dataset) and ROW in again.column_names):
-        return None
-    return again if _is_same(rows, again.remove_columns(ROW)) else None
-
-
-def _is_same(one: Dataset, other: Dataset) -> bool:
-    if len(one) != len(other) or one.column_names != other.column_names:
-        return False
-    batches = (dataset.with_format("arrow").iter(NUM_ROWS_COMPARED) for dataset in (one, other))
-    return all(mine.equals(yours) for mine, yours in zip(*batches, strict=True))
 
 
 def _numbers(rows: Dataset, num_read: int) -> NDArray[np.int64] | None:
