@@ -1,8 +1,8 @@
 """`vlpack inspect`: look at packs, steps and rows of a run that is to be started, or of one that was trained.
 
 `inspect_run.py` finds the packs and steps that the flags ask for, and `inspect_packs.py` reads them as training would.
-`--run` names a trained run: `run_options.py` reads its flags, `trained_run.py` its log and checkpoints. A saved data
-set of blocks of documents needs neither a run nor a model.
+`--run` names a trained run, whose record of packs `trained_steps.py` reads. That, and a saved data set of blocks of
+documents, need neither ms-swift nor a model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
-from swift_vlpack.cli.run_options import run_named, run_options
+from swift_vlpack.cli.trained_steps import TrainedSteps
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.launch import SWIFT_COMMANDS
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.json_lines import with_numbers
 from swift_vlpack.pages.page import write_page
+from swift_vlpack.runlog.folder import find_run
 
 if TYPE_CHECKING:
     from swift_vlpack.cli.inspect_run import InspectRequest, InspectResult
@@ -94,11 +94,10 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if _is_of_blocks(args):
         return _inspect_blocks(args)
-    if args.run is not None and args.config is None:
-        _find_run(args)
     _check(args)
-    is_run_flag = args.config is None and args.run is None  # then --seed is one of ms-swift's flags, as --model is
-    if args.seed is not None and (is_run_flag or args.random is None):
+    if args.run is not None:
+        return _inspect_trained(args)
+    if args.seed is not None and (args.config is None or args.random is None):  # then it is the run's own
         args.flags = [*args.flags, "--seed", str(args.seed)]
     width, is_colourful = _terminal()  # ask now: `in_run` redirects stdout, which is no terminal then
     with in_run(args) as (launch, out):
@@ -144,16 +143,19 @@ def inspect_text(result: InspectResult, width: int, *, is_colourful: bool) -> It
     return (printed(part, width=width, is_colourful=is_colourful) for part in parts)
 
 
-def _find_run(args: argparse.Namespace) -> None:
-    """Put the flags of a trained run before the given ones, which win because they come later."""
-    args.run = run_named(args.run)
-    found = run_options(args.run)
-    for name, value in found.variables.items():
-        os.environ.setdefault(name, value)
-    if args.num_ranks is None:
-        args.num_ranks = found.num_ranks
-    command = [args.flags.pop(0)] if args.flags and args.flags[0] in SWIFT_COMMANDS else []
-    args.flags = [*command, *found.flags, *args.flags]
+def _inspect_trained(args: argparse.Namespace) -> int:
+    """Show steps of a run that was trained."""
+    from swift_vlpack.pages.terminal import printed, step_parts
+
+    trained = TrainedSteps(find_run(args.run).path)
+    steps = [trained.step(args.step)] if args.step is not None else trained.spikes(args.loss_spikes)
+    if args.json:
+        print(json.dumps(with_numbers({"steps": [step.as_json() for step in steps]}), allow_nan=False))
+        return 0
+    width, is_colourful = _terminal()
+    for step in steps:
+        print(printed(step_parts(step), width=width, is_colourful=is_colourful), end="")
+    return 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -162,6 +164,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{' and '.join(given)} are different things to look at; give one of them")
     if args.loss_spikes is not None and args.run is None:
         raise ConfigError("--loss-spikes reads the log of a run that was trained; name its output_dir with --run")
+    if args.run is not None and args.step is None and args.loss_spikes is None:
+        raise ConfigError("--run shows the rows of steps: give --step N or --loss-spikes; packs are those of --config")
+    if args.run is not None and args.html is not None:
+        raise ConfigError("--html is a page of packs, which --run has not; give --config")
     if args.epoch is not None and (args.step is not None or args.loss_spikes is not None):
         raise ConfigError("--epoch: a step is of the epoch that it is in; steps are counted through the whole run")
     for name, least in (("random", 1), ("examples", 1), ("loss_spikes", 1), ("step", 1), ("pack", 0), ("epoch", 0)):
@@ -169,8 +175,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must be at least {least}, got {value}")
     if args.html is not None:
         check_file("--html", args.html)
-    if args.html is not None and args.loss_spikes is not None:
-        raise ConfigError("--html is a page of packs, and --loss-spikes lists steps; give --step N of one of them")
     if args.html is not None and (args.json or args.examples is not None):
         raise ConfigError("--html is a page of packs and steps; leave --json and --examples out")
     if args.html_mb <= 0:
@@ -232,7 +236,7 @@ INSPECT = Command(
         "vlpack inspect [sft|pt] [--config CONFIG.yaml] [any option of swift sft] [--num_ranks N]\n"
         "                      [--pack N | --step N | --sample SOURCE:ROW | --longest | --emptiest |\n"
         "                       --random K | --examples K] [--epoch E] [--json | --html FILE]\n"
-        "       vlpack inspect --run OUTPUT_DIR [--step N | --loss-spikes [K] | ...] [--json | --html FILE]\n"
+        "       vlpack inspect --run OUTPUT_DIR --step N | --loss-spikes [K] [--json]\n"
         "       vlpack inspect --dataset SAVED_BLOCKS [--tokenizer NAME] [--examples K] [--json]"
     ),
     description=(

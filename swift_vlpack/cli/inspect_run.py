@@ -1,25 +1,20 @@
 """Answer `vlpack inspect` for a run: an epoch at a glance, packs, optimizer steps, samples.
 
 `look` takes the run and an `InspectRequest`, and returns an `InspectResult`. A planned feed can show any pack of any
-epoch, before or after training. A streamed feed can show its first packs before training. After training it shows which
-rows each step trained, from the packs that the ranks recorded.
+epoch, a streamed one its first packs. Steps of a run that was trained are in `trained_steps.py`.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from swift_vlpack.cli.inspect_packs import PackFilter, PackViewer
-from swift_vlpack.cli.stream_rows import with_places
-from swift_vlpack.cli.trained_run import TrainedRun
-from swift_vlpack.config import RECORD_PACKS
-from swift_vlpack.errors import ConfigError, StateMismatch
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import address_of
 from swift_vlpack.host.args import packing_config, plans_ahead
@@ -29,11 +24,9 @@ from swift_vlpack.pages.make_values import Place, overview_of
 from swift_vlpack.pages.values import Member, PackShown, StepShown, TrainedPack
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.rows.samples import Address
-from swift_vlpack.runlog.losses import Loss, loss_at, spikes
-from swift_vlpack.runlog.run_steps import EpochSpan, PackOfStep, StepFound, find_step, step_of_pack
 from swift_vlpack.words import counted
 
-COMPUTED, RECORDED = "packs computed again", "packs as recorded"
+PLANNED = "packs as planned"
 NUM_ON_PAGE = 20
 """Packs of a stream that a page shows if none were chosen: more would take long, because all rows are encoded."""
 
@@ -45,10 +38,7 @@ class InspectRequest:
     packs: PackFilter = field(default_factory=PackFilter)
     epoch: int | None = None
     step: int | None = None
-    loss_spikes: int | None = None
     examples: int | None = None
-    run: Path | None = None
-    """The output directory of a run that was trained."""
     html: Path | None = None
     html_mb: float = 20.0
 
@@ -59,11 +49,6 @@ class InspectRequest:
         chosen, own = ({one.name: given[one.name] for one in fields(kind) if one.name in given}
                        for kind in (PackFilter, cls))  # fmt: skip
         return cls(**own, packs=PackFilter(**chosen))
-
-    @property
-    def is_of_steps(self) -> bool:
-        """Tell whether optimizer steps are asked for."""
-        return self.step is not None or self.loss_spikes is not None
 
 
 @dataclass(kw_only=True)
@@ -88,141 +73,92 @@ class InspectResult:
 
 
 def look(run: Run, request: InspectRequest) -> InspectResult:
-    """Answer a request about a run that is to be started, or that was trained (`request.run`)."""
-    trained = None if request.run is None else TrainedRun(request.run)
-    plans = plans_ahead(run.args)
-    if trained is not None and request.is_of_steps and not (plans and trained.was_planned):
-        return _recorded(run, trained, request)
-    if not plans:
+    """Answer a request about a run that is to be started."""
+    if not plans_ahead(run.args):
         feed, _ = build_feed(run.args, run.template, packing_config(run.args))
         return _first_packs(run, feed, request)
-    planned = feed_of(run)[0] if trained is None else trained.feed(run)
-    return _PlannedRun(run, planned, trained, with_thumbnails=request.html is not None).find(request)
+    return _PlannedRun(run, feed_of(run)[0], with_thumbnails=request.html is not None).find(request)
 
 
 # -- planned packs ----------------------------------------------------------------------------------------------------
 
 
 class _PlannedRun:
-    """Find packs and steps in the plans of a run, which are computed again or, before training, ahead of it."""
+    """Find packs and steps in the plans of a run, ahead of it."""
 
-    def __init__(self, run: Run, feed: Feed, trained: TrainedRun | None, *, with_thumbnails: bool) -> None:
+    def __init__(self, run: Run, feed: Feed, *, with_thumbnails: bool) -> None:
         self._args = run.args
         self._feed = feed
-        self._trained = trained
         self._viewer = PackViewer(run, feed, with_thumbnails=with_thumbnails)
-        accumulation = run.args.training_args.gradient_accumulation_steps
-        known = [] if trained is None else trained.spans()
-        self._spans = known or [EpochSpan(0, 0, feed.num_ranks, accumulation)]
-        self._plans: dict[EpochSpan, EpochPlan] = {}
-        if trained is not None:
-            trained.check_spans(self._plan_of)
+        self._accumulation = run.args.training_args.gradient_accumulation_steps
+        self._num_epochs = math.ceil(run.args.num_train_epochs) if run.args.max_steps <= 0 else None
 
     def find(self, request: InspectRequest) -> InspectResult:
         """Answer a request."""
-        if request.loss_spikes is not None:
-            return InspectResult(steps=_spike_steps(self._losses, request.loss_spikes, self._step_shown))
         if request.step is not None:
-            found = self._find_step(request.step)
-            shown = self._packs_of_step(found, request.step)
-            return InspectResult(steps=[self._step_shown(request.step, found)], packs=shown, num_packs=len(found.packs))
-        span = self._span_of_epoch(request.epoch or 0)
-        plan = self._plan_of(span)
+            return self._step(request.step)
+        epoch = request.epoch or 0
+        if self._num_epochs is not None and epoch >= self._num_epochs:
+            raise ConfigError(
+                f"--epoch {epoch}: the run has {self._num_epochs} epochs; name one from 0 to {self._num_epochs - 1}"
+            )
+        first_step = sum(self._plan(before).num_steps_left(self._accumulation) for before in range(epoch))
+        plan = self._plan(epoch)
         if request.examples is not None:
             addresses = (address for number in range(len(plan)) for address in address_of(plan, number).samples)
             first = heapq.nsmallest(request.examples, addresses, key=self._place_in_files)
             return InspectResult(examples=map(self._viewer.sample_at, first))
         numbers = request.packs.numbers(plan, self._feed.dataset)
-        if not request.packs.is_empty:
-            return InspectResult(packs=self._packs_of_epoch(plan, span, numbers), num_packs=len(numbers))
-        shown = self._packs_of_epoch(plan, span, numbers if request.html else numbers[:1])
-        return InspectResult(overview=overview_of(plan), packs=shown, num_packs=len(numbers))
 
-    def _place_in_files(self, address: Address) -> tuple[Any, ...]:
-        """Return a key that sorts samples as in the files, because ms-swift shuffles rows when it loads them."""
-        source = self._feed.sources[address.source]
-        return address.source, source.row_number(address.row_index), address.span or ()
-
-    def _packs_of_epoch(self, plan: EpochPlan, span: EpochSpan, numbers: Sequence[int]) -> Iterator[PackShown]:
         def place_of(number: int) -> Place:
-            rank, step = step_of_pack(plan, span, number)
-            # Packs before the resume were trained by the span before, perhaps with other ranks or accumulation, so this
-            # span cannot say their step.
-            return Place(len(plan), rank, step if step > span.step else None)
+            rank, nth = number % plan.num_ranks, number // plan.num_ranks
+            return Place(len(plan), rank, first_step + 1 + plan.step_of_batch(nth, self._accumulation))
 
-        return self._viewer.packs(numbers, place_of, plan)
+        shown = numbers if request.html or not request.packs.is_empty else numbers[:1]
+        packs = self._viewer.packs(shown, place_of, plan)
+        overview = overview_of(plan) if request.packs.is_empty else None
+        return InspectResult(overview=overview, packs=packs, num_packs=len(numbers))
 
-    def _packs_of_step(self, found: StepFound, step: int) -> Iterator[PackShown]:
-        places = {pack.number: Place(len(found.plan), pack.rank, step) for pack in found.packs}
-        return self._viewer.packs(list(places), places.__getitem__, found.plan)
+    def _step(self, step: int) -> InspectResult:
+        """Find the packs of a step, counted from 1, rank by rank."""
+        most, num_before, epoch = self._args.max_steps, 0, 0
+        while (self._num_epochs is None or epoch < self._num_epochs) and (most <= 0 or step <= most):
+            plan = self._plan(epoch)
+            num_here = plan.num_steps_left(self._accumulation)
+            if step <= num_before + num_here:
+                batches = plan.batches_of_step(step - num_before - 1, self._accumulation)
+                found = {n: Place(len(plan), rank, step) for rank in range(plan.num_ranks)
+                         for n in plan.numbers_left(rank)[batches]}  # fmt: skip
+                packs = [self._planned_pack(plan, number, where.rank) for number, where in found.items()]
+                shown = self._viewer.packs(list(found), found.__getitem__, plan)
+                steps = [StepShown(step=step, packs=packs, known_from=PLANNED)]
+                return InspectResult(steps=steps, packs=shown, num_packs=len(found))
+            num_before, epoch = num_before + num_here, epoch + 1
+        most = most if most > 0 else num_before
+        raise ConfigError(f"step {step}: the run has {most} steps; name one from 1 to {most}")
 
-    # -- steps ------------------------------------------------------------------------------------------------------
-
-    def _find_step(self, step: int) -> StepFound:
-        most = self._args.max_steps
-        if 0 < most < step and step > self._last_logged:
-            raise ConfigError(f"step {step}: the run has {most} steps; name one from 1 to {most}")
-        num_epochs = None if most > 0 else math.ceil(self._args.num_train_epochs)
-        return find_step(step, self._spans, self._plan_of, num_epochs=num_epochs)
-
-    def _step_shown(self, step: int, found: StepFound | None = None) -> StepShown:
-        found = found or self._find_step(step)
-        packs = [self._trained_pack(found.plan, pack) for pack in found.packs]
-        notes = []
-        if self._trained is not None and step > self._last_logged:
-            notes.append(f"the log ends at step {self._last_logged}: step {step} was not logged, or not trained yet")
-        return _step_shown(step, packs, COMPUTED, self._losses, notes)
-
-    def _trained_pack(self, plan: EpochPlan, pack: PackOfStep) -> TrainedPack:
-        address = address_of(plan, pack.number)
+    def _planned_pack(self, plan: EpochPlan, number: int, rank: int) -> TrainedPack:
+        address = address_of(plan, number)
         ids = [self._feed.dataset.sample_id(where) for where in address.samples]
         return TrainedPack(
-            rank=pack.rank,
+            rank=rank,
             epoch=plan.epoch,
-            number=pack.number,
+            number=number,
             ids=[str(one) for one in ids],
             where=[self._viewer.where(one) for one in ids],
             lengths=[size[0] for size in address.sizes],
             shared=address.shared,
         )
 
-    @cached_property
-    def _losses(self) -> list[Loss]:
-        return [] if self._trained is None else self._trained.losses
+    def _plan(self, epoch: int) -> EpochPlan:
+        plan = self._feed.plan_of(epoch, (), self._feed.num_ranks)
+        assert plan is not None
+        return plan
 
-    @property
-    def _last_logged(self) -> int:
-        return self._losses[-1].last if self._losses else 0
-
-    # -- epochs -----------------------------------------------------------------------------------------------------
-
-    def _plan_of(self, span: EpochSpan) -> EpochPlan:
-        if span not in self._plans:
-            plan = self._feed.plan_of(span.epoch, span.cuts, span.num_ranks)
-            assert plan is not None
-            if span.digest not in (None, plan.digest()):
-                raise StateMismatch(
-                    f"epoch {span.epoch} was trained by another plan ({span.digest}) than these data and options "
-                    f"give ({plan.digest()}): data, sizes, options or a version changed since"
-                )
-            self._plans = {span: plan}  # only one is kept, because plans of millions of rows are large
-        return self._plans[span]
-
-    def _span_of_epoch(self, epoch: int) -> EpochSpan:
-        """Return the last known span of an epoch; count on to an epoch that is not trained yet."""
-        known = [span for span in self._spans if span.epoch == epoch]
-        if known:
-            return known[-1]
-        most = math.ceil(self._args.num_train_epochs)
-        if epoch < 0 or (self._args.max_steps <= 0 and epoch >= most):
-            raise ConfigError(f"--epoch {epoch}: the run has {most} epochs; name one from 0 to {most - 1}")
-        before = [span for span in self._spans if span.epoch < epoch]
-        if not before:
-            raise ConfigError(f"--epoch {epoch}: the run began with epoch {self._spans[0].epoch}")
-        span = before[-1]
-        while span.epoch < epoch:
-            span = span.next_epoch(self._plan_of(span).num_steps_left(span.accumulation))
-        return span
+    def _place_in_files(self, address: Address) -> tuple[Any, ...]:
+        """Return a key that sorts samples as in the files, because ms-swift shuffles rows when it loads them."""
+        source = self._feed.sources[address.source]
+        return address.source, source.row_number(address.row_index), address.span or ()
 
 
 # -- streamed packs ---------------------------------------------------------------------------------------------------
@@ -249,54 +185,3 @@ def _first_packs(run: Run, feed: Feed, request: InspectRequest) -> InspectResult
     if not packs:
         raise ConfigError(f"the rows of rank 0 make fewer than {counted(numbers[0] + 1, 'pack')}")
     return InspectResult(packs=packs, num_packs=len(packs))
-
-
-def _recorded(run: Run, trained: TrainedRun, request: InspectRequest) -> InspectResult:
-    """Show the steps of a trained stream from the packs that its ranks recorded."""
-    recorded = trained.recorded_steps()
-    if recorded is None:
-        raise ConfigError(
-            f"{trained.folder} has no record of its packs, and packs of a stream cannot be computed again: it was "
-            f"started with {RECORD_PACKS}=false, or by an earlier version. Leave {RECORD_PACKS} out, or set it to true"
-        )
-
-    def step_shown(step: int) -> StepShown:
-        packs = trained.recorded_step(step)
-        if not packs:
-            raise ConfigError(f"step {step} is not on record, which has steps {recorded[0]} to {recorded[1]}")
-        return _step_shown(step, packs, RECORDED, trained.losses)
-
-    if request.step is not None:
-        steps = [step_shown(request.step)]
-    else:
-        steps = _spike_steps(trained.losses, request.loss_spikes or 0, step_shown)
-    return InspectResult(steps=with_places(steps, run, trained.num_shares))
-
-
-# -- steps and their losses -------------------------------------------------------------------------------------------
-
-
-def _step_shown(
-    step: int, packs: Sequence[TrainedPack], known_from: str, losses: Sequence[Loss], notes: Sequence[str] = ()
-) -> StepShown:
-    loss = loss_at(losses, step)
-    return StepShown(
-        step=step,
-        packs=packs,
-        known_from=known_from,
-        loss=None if loss is None else loss.value,
-        loss_of=None if loss is None else (loss.first, loss.last),
-        notes=notes,
-    )
-
-
-def _spike_steps(losses: Sequence[Loss], most: int, step_shown: Callable[[int], StepShown]) -> list[StepShown]:
-    """Show the steps of the largest jumps of the loss, each with the loss before it."""
-    found = spikes(losses, most)
-    if not found:
-        raise ConfigError("--loss-spikes: the log has no loss that is higher than the one before it")
-    return [
-        replace(step_shown(step), loss_before=spike.before.value)
-        for spike in found
-        for step in range(spike.loss.first, spike.loss.last + 1)
-    ]

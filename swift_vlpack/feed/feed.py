@@ -70,8 +70,6 @@ class Feed(ABC):
 
     kind: ClassVar[str]
     """Name of the kind of feed. A saved state has this name, and only the same kind can restore it."""
-    can_plan_again: ClassVar[bool]
-    """True if the packs of past steps can be computed again, so that no log of them has to be written."""
     state_shape: ClassVar[Mapping[str, Any]]
     """The shape of `state()`, with which a saved state is checked."""
 

@@ -25,7 +25,6 @@ class PlannedFeed(Feed):
     """A feed of packs that are planned before the first image is opened."""
 
     kind = "plan"
-    can_plan_again = True
     state_shape: ClassVar[Mapping[str, Any]] = {"cuts": CUTS, "plan": str}
     packs: PlannedPackingDataset
 

@@ -46,7 +46,6 @@ class StreamedFeed(Feed):
     """A feed of packs in the order in which the readers of each rank make them."""
 
     kind = "buffer"
-    can_plan_again = False
     state_shape: ClassVar[Mapping[str, Any]] = {}
     batches_left = None
     is_finished = False

@@ -49,7 +49,7 @@ class RunEvents:
         folder = Path(output_dir)
         self._reports = folder / FOLDER
         self._log = EventLog(folder) if is_master() else None
-        self._packs = PackLog.wanted(pack_file(folder, rank), os.environ, feed.can_plan_again)
+        self._packs = PackLog.wanted(pack_file(folder, rank), os.environ)
         self._sources = feed.sources
         self._left_out_rows = LeftOutRows(self._reports / left_out.FILE, self._sources)
         self._failed_share = FailedShare(feed.config.packing_max_failed_share)

@@ -4,8 +4,8 @@
 
 Where samples share prefixes, `shared` has the tokens that each shares with the sample before it.
 
-Planned packs can be computed again, so they are recorded only on request. Packs of a stream cannot, so they are always
-recorded unless that is switched off; then the file is bounded and keeps the latest packs, some millions of samples.
+Packs are recorded unless that is switched off. Unless it was asked for, the file is bounded and keeps the latest packs,
+some millions of samples.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class PackLog:
         self._is_writable = True
 
     @classmethod
-    def wanted(cls, path: Path, environ: Mapping[str, str], can_plan_again: bool) -> PackLog | None:
-        """Return the log to write, if any: an unbounded one on request, a bounded one unless `can_plan_again`."""
+    def wanted(cls, path: Path, environ: Mapping[str, str]) -> PackLog | None:
+        """Return the log to write, if any: an unbounded one on request, else a bounded one."""
         if not environ.get(RECORD_PACKS, "").strip():
-            return None if can_plan_again else cls(path, MOST_BYTES)
+            return cls(path, MOST_BYTES)
         return cls(path) if is_switched_on(RECORD_PACKS, environ) else None
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:

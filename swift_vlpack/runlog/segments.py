@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swift_vlpack.envelope import Whole, check_shape
-from swift_vlpack.plan.cuts import CUTS, cuts_from
 from swift_vlpack.runlog.events import (
     CHECKPOINT,
     END,
@@ -37,10 +35,6 @@ from swift_vlpack.runlog.events import (
     Event,
     read_events,
 )
-from swift_vlpack.runlog.run_steps import EpochSpan
-
-_START = {"num_ranks": Whole(1), "gradient_accumulation_steps": Whole(1)}
-_EPOCH = {"epoch": Whole(), "cuts": CUTS, "plan": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +86,6 @@ class Segment:
     def is_kept(self, event: Event) -> bool:
         """Tell whether an event lies before the step from which the next segment went on; later ones are lost."""
         return self.stops_at is None or event["step"] <= self.stops_at
-
-    def spans(self) -> list[EpochSpan]:
-        """Return the spans of a segment that trained planned packs, without those that were lost.
-
-        Raises `StateMismatch` if the log is damaged.
-        """
-        check_shape(self.start, _START, FILE)
-        spans = []
-        for event in filter(self.is_kept, self.epochs):
-            check_shape(event.get("state"), _EPOCH, f"{FILE}: state")
-            state = event["state"]
-            layout = self.start["num_ranks"], self.start["gradient_accumulation_steps"]
-            spans.append(EpochSpan(event["step"], state["epoch"], *layout, cuts_from(state["cuts"]), state["plan"]))
-        return spans
 
     def _of_kind(self, kind: str) -> Iterator[Event]:
         return (event for event in self.events if event["event"] == kind)

@@ -12,9 +12,8 @@ import pytest
 
 from swift_vlpack.cli.inspect import write_packs_page
 from swift_vlpack.cli.inspect_run import InspectRequest, look
-from swift_vlpack.cli.run_options import run_options
+from swift_vlpack.cli.trained_steps import TrainedSteps
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.launch import run_launch
 from swift_vlpack.host.run import run_of
 from swift_vlpack.host.trainer import PackingTrainer
 from tests.browser import needs_chromium
@@ -29,7 +28,6 @@ FAMILY = "qwen2_5_vl"
 OPTIONS = {
     "VLPACK_PACKING_STRATEGY": "exact",
     "VLPACK_PACKING_VERIFY": "false",
-    "VLPACK_RECORD_PACKS": "true",  # to compare with: what is shown is computed
     "VLPACK_TRAIN_ON_EOS": "false",
 }
 NUM_ROWS = 24
@@ -101,21 +99,12 @@ def recorded(output, rank=0):
 
 
 @contextmanager
-def looking(argv, num_ranks=1, folder=None, environ=()):
+def looking(argv, num_ranks=1, environ=()):
     """A function that shows what the command finds, as JSON, for many questions about one run."""
     with restored_environment():
         os.environ.update(environ)
         with run_of(argv, num_ranks=num_ranks) as run:
-            yield lambda **flags: look(run, InspectRequest.of({"run": folder, **flags})).as_json()
-
-
-@contextmanager
-def looking_back(output):
-    """The same of a run that was trained, from what it left."""
-    found = run_options(output)
-    launch = run_launch(found.flags, {**os.environ, **found.variables}, num_ranks=found.num_ranks)
-    with looking(launch.flags, launch.num_ranks, output, launch.environ) as seen:
-        yield seen
+            yield lambda **flags: look(run, InspectRequest.of(flags)).as_json()
 
 
 def test_what_is_shown_are_the_tensors_that_were_trained(small_folder, run, data, tmp_path):
@@ -130,25 +119,32 @@ def test_what_is_shown_are_the_tensors_that_were_trained(small_folder, run, data
     assert shown == batches
 
 
-def test_steps_of_a_run_lead_to_the_packs_that_were_trained(run, data):
-    """SEE-3 SEE-4: also from its checkpoints alone, and before it has any."""
-    output, _ = run
-    losses = {line["global_step/max_steps"].split("/")[0]: line["loss"] for line in log_lines(output) if "loss" in line}
-    trained = recorded(output)
-    assert len(trained) > 3
-    rows = Path(data).read_text().splitlines()
-    with looking_back(output) as seen:
-        for step, packs in trained.items():
-            (found,) = seen(step=step)["steps"]
-            assert [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in found["packs"]] == packs
-            assert found["loss"] == losses[str(step)]
+def test_steps_of_a_run_lead_to_the_packs_that_were_trained(small_folder, run, data, tmp_path):
+    """SEE-3 SEE-4: the steps on record are those of the plan, with file and line of every row, and the logged loss."""
+    output, batches = run
+    losses = {
+        int(line["global_step/max_steps"].split("/")[0]): line["loss"] for line in log_lines(output) if "loss" in line
+    }
+    rows, trained = Path(data).read_text().splitlines(), TrainedSteps(output)
+    with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
+        for step, loss in losses.items():
+            found, (planned,) = trained.step(step).as_json(), seen(step=step)["steps"]
+            for pack in planned["packs"]:
+                del pack["lengths"]
             for pack in found["packs"]:
+                del pack["lengths"]
+            assert found["packs"] == planned["packs"]
+            assert found["loss"] == loss
+            for pack in found["packs"]:
+                assert (pack["epoch"], pack["number"]) in batches
                 for name, where in zip(pack["ids"], pack["where"], strict=True):
                     line = int(where.removeprefix(f"{data}:"))
                     assert name == f"train:{line - 1}"
                     assert "messages" in json.loads(rows[line - 1])
-        with pytest.raises(ConfigError, match=f"step 999: the run has {len(trained)} steps"):
+        with pytest.raises(ConfigError, match=f"step 999: the run has {len(losses)} steps"):
             seen(step=999)
+    with pytest.raises(ConfigError, match=f"step 999 is not on record, which has steps 1 to {len(losses)}"):
+        trained.step(999)
 
 
 def test_jumps_of_the_loss_lead_to_their_packs(run, tmp_path):
@@ -162,13 +158,10 @@ def test_jumps_of_the_loss_lead_to_their_packs(run, tmp_path):
     jumps = sorted(((after - before, step) for step, (before, after) in enumerate(pairwise(losses), 2)), reverse=True)
     expected = [(step, losses[step - 2], losses[step - 1]) for jump, step in jumps if jump > 0][:2]
     assert [step for step, *_ in expected] == [4, 2]
-    with looking_back(output) as seen:
-        steps = seen(loss_spikes=2)["steps"]
-    assert [(step["step"], step["loss_before"], step["loss"]) for step in steps] == expected
-    trained = recorded(output)
+    steps = TrainedSteps(output).spikes(2)
+    assert [(step.step, step.loss_before, step.loss) for step in steps] == expected
     for step in steps:
-        packs = [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in step["packs"]]
-        assert packs == trained[step["step"]]
+        assert [(pack.epoch, pack.number, pack.ids) for pack in step.packs] == recorded(output)[step.step]
 
 
 def test_log_of_an_earlier_run_into_the_same_folder_is_not_read(small_folder, data, tmp_path):
@@ -183,27 +176,11 @@ def test_log_of_an_earlier_run_into_the_same_folder_is_not_read(small_folder, da
     for at in (of_losses[len(of_losses) * 2 // 3 - 1], of_losses[-1]):  # a jump at the end of either
         lines[at] = re.sub(r'("loss": )\d', r"\g<1>9", lines[at])
     (output / "logging.jsonl").write_text("".join(lines))
-    with looking_back(output) as seen:
-        steps = seen(loss_spikes=9)["steps"]
+    steps = TrainedSteps(output).spikes(9)
     own = [line["loss"] for line in log_lines(output) if "loss" in line][len(of_losses) * 2 // 3 :]
     jumps = {step: after for step, (one, after) in enumerate(pairwise(own), 2) if after > one}
-    assert {step["step"]: step["loss"] for step in steps} == jumps
+    assert {step.step: step.loss for step in steps} == jumps
     assert len(own) in jumps
-
-
-def test_checkpoints_alone_lead_back_and_so_does_a_run_that_was_killed_before_one(run, tmp_path):
-    """SEE-4"""
-    output, _ = run
-    step, packs = max(recorded(output).items())
-    only_checkpoints, none = tmp_path / "checkpoints", tmp_path / "none"
-    shutil.copytree(output, only_checkpoints, ignore=shutil.ignore_patterns("vlpack", "*.safetensors", "*.pt"))
-    shutil.copytree(output, none, ignore=shutil.ignore_patterns("checkpoint-*", "last-checkpoint", "packs_*"))
-    for folder in (only_checkpoints, none):
-        if folder is only_checkpoints:  # of what cannot be known without the record, train_on_eos is in the state
-            assert not (folder / "vlpack").exists()
-        with looking_back(folder) as seen:
-            (found,) = seen(step=step)["steps"]
-            assert [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in found["packs"]] == packs
 
 
 def test_members_say_what_is_trained_and_what_is_not(small_folder, data, tmp_path):
@@ -288,10 +265,9 @@ def test_parts_of_a_row_are_found_as_samples(small_folder, tmp_path):
     with restored_environment():
         os.environ.update({**OPTIONS, "VLPACK_PACKING_OVERFLOW": "split"})
         train(flags(small_folder, output, data, num_train_epochs=1, gradient_accumulation_steps=1))
-    with looking_back(output) as seen:
-        for step, packs in recorded(output).items():
-            found = seen(step=step)
-            assert [list(pack["ids"]) for pack in found["steps"][0]["packs"]] == [names for _, _, names in packs]
-            assert [[one["id"] for one in pack["members"]] for pack in found["packs"]] == [names for *_, names in packs]
+    for step, packs in recorded(output).items():
+        (pack,) = TrainedSteps(output).step(step).packs
+        assert [pack.ids] == [names for _, _, names in packs]
+    with looking(flags(small_folder, output, data), environ={**OPTIONS, "VLPACK_PACKING_OVERFLOW": "split"}) as seen:
         names = [one["id"] for pack in seen(sample="train:4")["packs"] for one in pack["members"]]
     assert {"train:4/0", "train:4/1"} <= set(names)

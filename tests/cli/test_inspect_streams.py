@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
+from swift_vlpack.cli.trained_steps import TrainedSteps, place_of
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.trainer import PackingTrainer
-from swift_vlpack.runlog.pack_log import PackLog, older_half, read_packs
-from tests.cli.test_inspect import looking, looking_back, recorded_by_hand
+from swift_vlpack.runlog.events import EventLog
+from swift_vlpack.runlog.pack_log import PackLog, older_half, pack_file, read_packs
+from tests.cli.test_inspect import looking, recorded_by_hand
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_variables, restored_environment
 from tests.host.runs import log_lines, packed_argv, train
@@ -57,37 +57,22 @@ def test_first_packs_of_a_stream_are_those_that_are_trained(small_folder, run, d
             seen(pack=99)
 
 
-def check_lines(places, data, labels, tokenizer):
-    """That the answers of these lines are those that were trained, in the same order."""
-    lines = data_lines(data)
-    answers = [lines[int(place.removeprefix(f"{data}:")) - 1]["messages"][-1]["content"] for place in places]
-    trained = tokenizer.decode([label for label in labels if label != -100])
-    assert trained == "".join(f"{answer}<|im_end|>\n" for answer in answers)
-
-
-def data_lines(data):
-    return [json.loads(line) for line in Path(data).read_text().splitlines()]
-
-
-def test_steps_of_a_stream_lead_to_the_packs_on_record(run, data, small_folder, tmp_path):
-    """SEE-5 SEE-3: with the lines of the file; which it keeps by itself; a run without one says what to set."""
+def test_steps_of_a_stream_lead_to_the_packs_on_record(run, tmp_path):
+    """SEE-5 SEE-3: which it keeps by itself; a run without one says what to set."""
     output, trained = run
-    tokenizer = AutoTokenizer.from_pretrained(small_folder(FAMILY))
     losses = [line["loss"] for line in log_lines(output) if "loss" in line]
-    with looking_back(output) as seen:
-        for step in (1, 2, 3):
-            (found,) = seen(step=step)["steps"]
-            ids = [list(map(str, record.sample_ids)) for record, _ in trained[2 * step - 2 : 2 * step]]
-            assert [list(pack["ids"]) for pack in found["packs"]] == ids, "a pack that completes an epoch has none"
-            for pack, (_, row) in zip(found["packs"], trained[2 * step - 2 : 2 * step], strict=True):
-                check_lines(pack["where"], data, row["labels"], tokenizer)
-            assert (found["loss"], found["known_from"]) == (losses[step - 1], "packs as recorded")
-        with pytest.raises(ConfigError, match="step 4 is not on record, which has steps 1 to 3"):
-            seen(step=4)
+    for step in (1, 2, 3):
+        found = TrainedSteps(output).step(step)
+        ids = [list(map(str, record.sample_ids)) for record, _ in trained[2 * step - 2 : 2 * step]]
+        assert [pack.ids for pack in found.packs] == ids, "a pack that completes an epoch has none"
+        assert found.packs[0].where[0] == f"row {int(ids[0][0].partition(':')[2]) + 1} of the stream"
+        assert (found.loss, found.known_from) == (losses[step - 1], "packs as recorded")
+    with pytest.raises(ConfigError, match="step 4 is not on record, which has steps 1 to 3"):
+        TrainedSteps(output).step(4)
     without = tmp_path / "without"
     shutil.copytree(output, without, ignore=shutil.ignore_patterns("packs_*"))
-    with looking_back(without) as seen, pytest.raises(ConfigError, match="Leave VLPACK_RECORD_PACKS out, or set it"):
-        seen(step=1)
+    with pytest.raises(ConfigError, match="it was started with VLPACK_RECORD_PACKS=false"):
+        TrainedSteps(without).step(1)
 
 
 def test_record_that_nobody_asked_for_is_bounded_and_never_ends_a_run(tmp_path):
@@ -112,14 +97,11 @@ def test_record_that_nobody_asked_for_is_bounded_and_never_ends_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "can_plan_again", "is_kept", "is_bounded"),
-    [(None, True, False, None), (None, False, True, True), ("true", True, True, False), ("true", False, True, False),
-     ("false", False, False, None), (" ", False, True, True)],
-)  # fmt: skip
-def test_what_cannot_be_computed_again_is_recorded(said, can_plan_again, is_kept, is_bounded, tmp_path):
+    ("said", "is_kept", "is_bounded"), [(None, True, True), ("true", True, False), ("false", False, None)]
+)
+def test_packs_are_recorded_unless_that_is_switched_off(said, is_kept, is_bounded, tmp_path):
     """SEE-5"""
-    environ = {} if said is None else {"VLPACK_RECORD_PACKS": said}
-    log = PackLog.wanted(tmp_path / "packs_rank0.jsonl", environ, can_plan_again)
+    log = PackLog.wanted(tmp_path / "packs_rank0.jsonl", {} if said is None else {"VLPACK_RECORD_PACKS": said})
     assert (log is not None) == is_kept
     assert log is None or (log.most_bytes is not None) == is_bounded
 
@@ -133,6 +115,27 @@ def test_step_that_was_trained_twice_is_the_later_one(run, tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     later = [{**line, "ids": ["stream:999"]} for line in lines if line["step"] > 1]
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *later]))
-    with looking_back(again) as seen:
-        (found,) = seen(step=2)["steps"]
-    assert [list(pack["ids"]) for pack in found["packs"]] == [["stream:999"]] * 2
+    assert [pack.ids for pack in TrainedSteps(again).step(2).packs] == [["stream:999"]] * 2
+
+
+def test_packs_are_read_from_the_folder_that_trained_the_step(tmp_path):
+    """SEE-5 SEE-3: a run that was resumed into another folder, after a step that both folders have."""
+    first, second = tmp_path / "v0-a", tmp_path / "v1-b"
+    for folder, steps in ((first, (1, 2, 3)), (second, (3, 4))):
+        PackLog(pack_file(folder, 0)).append(
+            [{"step": step, "epoch": 0, "pack": step, "ids": [f"{folder.name}:{step}"]} for step in steps]
+        )
+    facts = {"mode": "buffer", "num_ranks": 1, "num_workers": 0, "origins": {}}
+    EventLog(first).append("start", 0, **facts)
+    (first / "checkpoint-2").mkdir()
+    EventLog(second).append("resume", 2, checkpoint=str(first / "checkpoint-2"), **facts)
+    run = TrainedSteps(second)
+    assert [run.step(step).packs[0].ids for step in (1, 2, 3, 4)] == [["v0-a:1"], ["v0-a:2"], ["v1-b:3"], ["v1-b:4"]]
+    with pytest.raises(ConfigError, match="which has steps 1 to 4"):
+        run.step(5)
+
+
+def test_part_of_a_row_stands_where_its_row_does():
+    """SEE-5"""
+    places = [place_of(name, {"a": "/data/a.txt"}) for name in ("a:3", "a:3/1", "a:loaded-3/1", "stream:3/1")]
+    assert places == ["/data/a.txt row 4", "/data/a.txt row 4", "/data/a.txt loaded row 4", "row 4 of the stream"]

@@ -12,7 +12,7 @@ from swift_vlpack.cli.inspect import inspect_text
 from swift_vlpack.cli.inspect_run import InspectRequest, look
 from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
-from swift_vlpack.cli.run_options import run_options
+from swift_vlpack.cli.trained_steps import TrainedSteps
 from swift_vlpack.host.run import run_of
 from swift_vlpack.pages.report import sections
 from swift_vlpack.pages.report_page import report_page
@@ -171,14 +171,13 @@ def test_run_counts_what_was_planned(planned, output, rows):
 
 def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
     """SHARE-83: every row with its own tokens, every image once; and from the log back to them."""
-    found = run_options(output.path)
     with restored_environment():
-        os.environ.update({**OPTIONS, **found.variables})
+        os.environ.update(OPTIONS)
         with run_of(flags, num_ranks=1) as run:
-            result = look(run, InspectRequest.of({"run": output.path, "html": output.path / "packs.html"}))
+            result = look(run, InspectRequest.of({"html": output.path / "packs.html"}))
             packs = [pack.as_json() for pack in result.packs]
             step = next(number + 1 for number, pack in enumerate(packs) if "prefixes" in pack)  # one pack a step
-            of_step = look(run, InspectRequest.of({"run": output.path, "step": step}))
+            of_step = look(run, InspectRequest.of({"step": step}))
             text = "".join(inspect_text(of_step, 110, is_colourful=False))
     shown, num_with_own = Counter(), 0
     for pack in packs:
@@ -209,4 +208,5 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
     assert sum(len(pack.get("prefixes", [])) for pack in packs) == 4
     assert num_with_own == NUM_WITH_OWN
     assert " shared)" in text
+    assert any(any(pack.shared) for pack in TrainedSteps(output.path).step(step).packs), "and from the log"
     assert "prefix of" in text

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.errors import StateMismatch
-from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.runlog.events import EventLog
 from swift_vlpack.runlog.folder import RunFolder
 from swift_vlpack.runlog.report import run_report
-from swift_vlpack.runlog.run_steps import span_of_step
 from swift_vlpack.runlog.segments import segments_of
 from tests.runlog.test_counts import steps_event
 
@@ -73,31 +70,6 @@ def test_segments_on_other_ranks_and_in_other_folders_are_one_run(tmp_path):
     assert "380 tokens" in made["notes"][0]
     assert [point["step"] for point in made["series"]] == list(range(1, 9))
     assert [point["leg"] for point in made["series"]] == [0, 0, 0, 1, 1, 2, 2, 2]
-
-
-def test_epochs_of_all_segments_are_spans_of_steps(tmp_path):
-    """SEE-3 SEE-4: with the ranks of each, and without an epoch that began after the checkpoint that was resumed."""
-    first, second = tmp_path / "v0-a", tmp_path / "v1-b"
-
-    def begin_epoch(folder, step, epoch, cuts=()):
-        EventLog(folder).append("epoch", step, epoch=epoch, state={"epoch": epoch, "cuts": cuts, "plan": f"d{epoch}"})
-
-    EventLog(first).append("start", 0, **facts(2, accumulation=4))
-    begin_epoch(first, 0, 0, [(2, 8, 0)])
-    begin_epoch(first, 10, 1, [(2, 8, 0)])
-    (first / "checkpoint-5").mkdir()
-    EventLog(first).append("checkpoint", 5, checkpoint="checkpoint-5")
-    EventLog(second).append("resume", 5, checkpoint=str(first / "checkpoint-5"), **facts(3))
-    begin_epoch(second, 5, 0, [(2, 8, 4), (3, 6, 0)])
-    spans = [span for segment in segments_of(second) for span in segment.spans()]
-    assert [(span.step, span.epoch, span.num_ranks, span.accumulation, span.digest) for span in spans] == [
-        (0, 0, 2, 4, "d0"), (5, 0, 3, 1, "d0"),
-    ]  # fmt: skip
-    assert spans[1].cuts == (Cut(2, 8, 4), Cut(3, 6, 0))
-    assert [span_of_step(spans, step) for step in (5, 6, 12)] == [spans[0], spans[1], spans[1]]
-    EventLog(second).append("epoch", 9, epoch=1, state={"epoch": 1, "cuts": [[3, -6, 0]], "plan": "d1"})
-    with pytest.raises(StateMismatch, match=r"damaged: run.jsonl: state.cuts\[0\]\[1\] cannot be -6"):
-        segments_of(second)[-1].spans()
 
 
 def test_run_that_was_started_anew_in_its_folder_is_the_new_one(tmp_path):
