@@ -74,11 +74,6 @@ def with_other_own_media(sample: Encoded, number: int = 1) -> Encoded:
     return {**sample, **changed}
 
 
-def with_media_of(sample: Encoded, other: Encoded) -> Encoded:
-    """Return a sample with the media of another sample. All media must have the same shapes; other fields stay."""
-    return {**sample, **{name: _taken(value, other[name]) for name, value in media_of(sample).items()}}
-
-
 def media_of(sample: Encoded) -> dict[str, Any]:
     """Return the fields of a sample that hold images, videos and sounds."""
     return {name: value for name, value in sample.items() if name not in _NO_MEDIA and _has_content(value)}
@@ -130,27 +125,10 @@ def _has_content(value: Any) -> bool:
     return isinstance(value, Image.Image) or (_is_floating(value) and value.ndim > 1)
 
 
-def shape_of(value: Any) -> Any:
-    """Return the shape of a value that holds media: of a tensor, of a picture, of each in a list or mapping."""
-    if isinstance(value, Mapping):
-        return {name: shape_of(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [*map(shape_of, value)]
-    return value.size if isinstance(value, Image.Image) else getattr(value, "shape", None)
-
-
 def _is_floating(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return bool(np.issubdtype(value.dtype, np.floating))
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _taken(own: Any, other: Any) -> Any:
-    if isinstance(own, Mapping):
-        return {name: _taken(inner, other[name]) for name, inner in own.items()}
-    if isinstance(own, (list, tuple)):
-        return type(own)(map(_taken, own, other))
-    return other if isinstance(own, Image.Image) or _is_floating(own) else own
 
 
 def _other(value: Any, number: int) -> Any:

@@ -18,8 +18,8 @@ There are two proofs. The one before training takes short samples of every kind 
 (c) Compare whole sequences of the plan with their samples alone: they must be equal, too.
 
 The other proof takes the first batch, with the trainer's own loss, wrappers, random draws and checkpointing:
-first_batch -> in_training -> verdict. If the proof before training fails, `evidence` finds which sample moved which, at
-which tokens and in which layer, and `causes` names the likeliest cause.
+first_batch -> in_training -> verdict. If the proof before training fails, `explain` finds which sample moved which, at
+which tokens and first in which module, and names the likeliest cause.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.waiting import is_of_collective
-from swift_vlpack.proof.causes import Evidence, cause_of, facts_of, of_linear_attention
 from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_samples, tokens_of_epoch
-from swift_vlpack.proof.evidence import evidence_of, where
+from swift_vlpack.proof.explain import explain, facts_of, of_linear_attention
 from swift_vlpack.proof.in_training import InTraining
 from swift_vlpack.proof.measure import Measurements, measure_pack
 from swift_vlpack.proof.perturb import can_be_replaced, with_twins
@@ -136,8 +135,7 @@ def run_proof(
             return Proof.of(measured)
         cause, seen, numbers = finding.cause, "", Proof.of(measured)
         if finding.sequence is not None:
-            evidence = _evidence(proof_model, measured, finding)
-            cause, seen = cause_of(evidence), where(finding.sequence, evidence)
+            cause, seen = _explained(proof_model, measured, finding)
     except BoundaryError as error:
         positions, other = "positions are not restarted at the boundaries", "the sequence is not its samples"
         cause = positions if "position" in str(error) else other
@@ -161,11 +159,11 @@ def _agreed(proof_model: ProofModel, finding: Finding | None, results_of_all: Of
     return Finding(next(filter(None, said)), _NOT_ON_ALL)
 
 
-def _evidence(proof_model: ProofModel, measured: Measurements, finding: Finding) -> Evidence:
+def _explained(proof_model: ProofModel, measured: Measurements, finding: Finding) -> tuple[str, str]:
     assert finding.sequence is not None
     if finding.is_in_float32 and measured.in_float32 is not None:
-        return evidence_of(measured.in_float32.proof_model, finding.sequence, measured.in_float32.limits)
-    return evidence_of(proof_model, finding.sequence, measured.limits)
+        return explain(measured.in_float32.proof_model, finding.sequence, measured.in_float32.limits)
+    return explain(proof_model, finding.sequence, measured.limits)
 
 
 def prove_in_training(measured: InTraining) -> str:

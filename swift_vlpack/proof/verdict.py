@@ -27,7 +27,7 @@ NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
 
 
 class Finding(NamedTuple):
-    """A failure in words. It names its cause, or the sequence in which `evidence` looks for the cause."""
+    """A failure in words. It names its cause, or the sequence in which `explain` looks for the cause."""
 
     said: str
     cause: str = ""
@@ -191,6 +191,12 @@ def _findings(measured: Measurements) -> Iterator[Finding]:
         yield Finding(targets, "labels or loss weights of the sequence are not those of its samples")
     if tokens := next(filter(None, (compared.tokens for compared in measured.compared)), None):
         yield Finding("compared as whole numbers, which no rounding moves", tokens)
+    # Inputs first: they are exact, they name the field, and in 16 bits exchanged grids hardly show in the logits.
+    if (name := next(filter(None, (compared.inputs for compared in measured.compared)), None)) is not None:
+        yield Finding(
+            f"{name} of a sequence is not that of its samples, one after the other",
+            "media are in the wrong order: images, videos or sounds of the sequence, or their grids, are exchanged",
+        )
     if not measured.repeated <= limits.alone:
         yield Finding(
             f"the same sequence gave logits that differ by {measured.repeated:.3g} when it was run again {said}",
@@ -214,12 +220,6 @@ def _findings(measured: Measurements) -> Iterator[Finding]:
                 f"{said}{_or_rounding(measured)}",
                 sequence=compared.samples,
             )
-    # Inputs are compared before logits: in 16 bits, exchanged grids hardly show in the logits.
-    if (name := next(filter(None, (compared.inputs for compared in measured.compared)), None)) is not None:
-        yield Finding(
-            f"{name} of a sequence is not that of its samples, one after the other",
-            "the media of the sequence are in the wrong order: images, videos or sounds, or their grids, exchanged",
-        )
     yield from _blindness(measured, said)
     yield from _gradients(measured)
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from swift_vlpack.attention import attention
-from swift_vlpack.proof import causes, perturb, prove, same_inputs
+from swift_vlpack.proof import explain, perturb, prove, same_inputs
 from swift_vlpack.proof.verify import verify
 from swift_vlpack.text import PackedCollator
 
@@ -19,7 +19,7 @@ def tiny_llama(**options):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2, **options))
 
 
-@pytest.mark.parametrize("module", [causes, perturb, same_inputs])
+@pytest.mark.parametrize("module", [explain, perturb, same_inputs])
 def test_examples_of_pure_functions(module):
     """ISO-10 ISO-13"""
     assert doctest.testmod(module).failed == 0

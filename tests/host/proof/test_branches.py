@@ -171,9 +171,9 @@ def test_row_that_differs_is_whole_in_the_proof_as_in_the_run(proof_model, units
 SIBLINGS = "branches of one prefix see each other"
 OF_ATTENTION = {
     "branches see siblings": (s.llama, b.seeing_siblings, SIBLINGS),
-    "branches do not see their prefix": (s.llama, b.not_seeing_prefixes, "branches do not see their prefix as their r"),
-    "a prefix counts twice": (s.llama, b.counting_prefixes_twice, "branches do not see their prefix as .*seen twice"),
-    "a window over siblings": (b.mistral, b.windows_over_siblings, "siblings between the prefix and a branch are cou"),
+    "branches do not see their prefix": (s.llama, b.not_seeing_prefixes, "samples differ from token 2\\d on"),
+    "a prefix counts twice": (s.llama, b.counting_prefixes_twice, "model.s own: samples differ from token 2\\d on"),
+    "a window over siblings": (b.mistral, b.windows_over_siblings, "model.s own: samples differ from token"),
     "backward of the first branch only": (
         s.llama, b.leaving_later_branches_out_of_the_backward, "the backward of a pack is not that of its samples",
     ),
@@ -194,7 +194,7 @@ OF_SEQUENCES = {
     "positions over siblings": (b.positions_over_siblings, r"positions of image0:1 in the sequence are not those that"),
     "positions one late": (b.branches_one_late, r"positions of image0:0 in the sequence are not those that it has"),
     "targets at forks": (b.targets_at_forks, r"image0:0 has a target directly after its prefix"),
-    "pixels of another unit": (s.media_exchanged, r"media are in the wrong order: sample 1 of the sequence gives what"),
+    "pixels of another unit": (s.media_exchanged, r"media are in the wrong order: .*pixel_values of a sequence"),
     "prefix of another unit": (b.prefix_of_another, r"the sequence is not its samples.*does not follow its prefix"),
     "prefixes lost": (b.prefixes_lost, r"a prefix is lost or another one: segment 2 of the sequence has segment 1"),
 }
@@ -209,10 +209,10 @@ def test_sequences_with_prefixes_made_wrongly_are_stopped(name, proof_model, uni
 
 
 OF_OWN_MEDIA = {
-    "images of siblings": (b.own_images_of_siblings, r"media are in the wrong order: sample 2 of the sequence gives"),
+    "images of siblings": (b.own_images_of_siblings, r"media are in the wrong order: .*pixel_values of a sequence"),
     "image of the prefix": (
         b.image_of_prefix_again,
-        r"only samples with media differ, before the first layer: images or videos in the wrong",
+        r"media are in the wrong order: .*pixel_values of a sequence",
     ),
 }
 
@@ -269,7 +269,7 @@ def test_sibling_that_is_seen_is_found_in_16_bits():
     proof = run_proof(right, samples)
     assert proof.in_float32.alone < 1e-4
     assert proof.is_sharp
-    stopped(s.attending(right, b.counting_prefixes_twice), samples, "seen twice.*in float32 too")
+    stopped(s.attending(right, b.counting_prefixes_twice), samples, "model.s own: .*in float32 too")
 
 
 def stopped(broken, samples, cause, sequences=()):

@@ -1,0 +1,107 @@
+"""What the evidence says, in a sentence. Whole models that are wrong in these ways: `test_sabotage.py`."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from swift_vlpack.proof.explain import (
+    INPUT,
+    Evidence,
+    Origin,
+    Tokens,
+    cause_of,
+    evidence_of,
+    facts_of,
+    samples_to_change,
+    where,
+)
+from swift_vlpack.proof.limits import Limits
+from tests.host.proof import sabotage as s
+from tests.host.proof.proof_models import text_samples
+
+LIMITS = Limits(1e-4, 1e-4, 1e-3, 1e-3)
+ALL, NORM = Tokens(0, 29), Origin("layers.0.norm", "RMSNorm")
+ATTENTION = Origin("layers.0.self_attn.o_proj", "Linear", is_attention=True)
+LATER = {(0, 1): ALL, (0, 2): ALL, (1, 2): ALL}
+
+
+def seen(**facts):
+    return Evidence(**{"attention": "vlpack", "num_samples": 3, "changed": (0, 1, 2), "origin": ATTENTION, **facts})
+
+
+CAUSES = {
+    "sdpa": (seen(attention="sdpa"), "attention sdpa knows no boundaries; leave attn_impl unset"),
+    "all later ones": (seen(moved=LATER), "causal and has no boundaries"),
+    "earlier ones": (seen(moved={(1, 0): ALL}), "not causal over the sequence"),
+    "one boundary": (seen(moved={(0, 1): ALL}), "boundary before sample 2 of the sequence is lost"),
+    "a layer with a state": (seen(moved=LATER, origin=ATTENTION._replace(is_stateful=True)), "linear attention"),
+    "outside of attention": (
+        seen(moved=LATER, origin=NORM),
+        r"of attention, first in layers\.0\.norm \(RMSNorm",
+    ),
+    "branches": (seen(moved={(0, 1): ALL}, units=[[0, 1]]), "branches of one prefix see each other"),
+    "media": (
+        seen(moved_by_media={(2, 0): ALL}, origin=Origin(INPUT)),
+        f"one sample reach another, first {INPUT}",
+    ),
+    "embedded": (seen(differs={0: ALL}, origin=Origin(INPUT)), f"samples differ {INPUT}"),
+    "a module": (seen(differs={0: ALL}, origin=NORM), "something else in the sequence than alone, first in layers"),
+    "the first token": (seen(differs={0: ALL}), r"from token 0 on \(sinks"),
+    "the second token": (seen(differs={0: Tokens(1, 29)}), r"from token 1 on \(scaling, a soft cap"),
+    "behind the window": (seen(differs={0: Tokens(16, 29)}, window=16), "its window is 16 tokens"),
+    "rope": (seen(differs={0: ALL}, rope_type="longrope"), "RoPE is longrope"),
+    "in training only": (seen(moved=LATER, is_only_in_training=True), "in training mode, not in evaluation, attention"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_cause_follows_the_evidence(name):
+    """ISO-15"""
+    evidence, cause = CAUSES[name]
+    assert re.search(cause, cause_of(evidence))
+
+
+def test_evidence_names_sample_tokens_and_module_and_leaves_the_model_as_it_was():
+    """ISO-6 ISO-15: of a boundary that is lost in the second layer only."""
+    right = s.llama(attention_dropout=0.5)
+    second = right.model.model.layers[1].self_attn
+
+    def attend(module, *args, **options):
+        return (s.ignoring_boundaries if module is second else s.segmented_attention)(module, *args, **options)
+
+    samples = text_samples(24, 9, 31)
+    right.model.train()
+    with s.attending(right, attend):
+        evidence = evidence_of(right, samples, LIMITS)
+    assert set(evidence.moved) == {(0, 1), (0, 2), (1, 2)}
+    assert (set(evidence.differs), evidence.is_only_in_training) == ({1, 2}, False)
+    assert where(samples, evidence).startswith(
+        "text:1, number 2 of 3 in its sequence, differs from token 0 to 8 of 9, first in model.layers.1.self_attn"
+    )
+    assert right.model.training
+    assert second.attention_dropout == 0.5
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in right.model.modules())
+    assert torch.is_grad_enabled()
+
+
+def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
+    """ISO-15"""
+    assert samples_to_change(9, 4) == tuple(range(9))
+    assert samples_to_change(60, 30) == (0, 1, 28, 29, 30, 31, 32, 58, 59)
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ({"sliding_window": 16}, (16, "default")),
+        ({"sliding_window": 16, "use_sliding_window": False}, (None, "default")),
+        ({"attention_chunk_size": 64, "rope_parameters": {"rope_type": "dynamic"}}, (64, "dynamic")),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, (None, "yarn")),
+    ],
+)
+def test_facts_of_a_config(text, facts):
+    """ISO-15"""
+    found = facts_of(SimpleNamespace(text_config=SimpleNamespace(**text)))
+    assert (found["window"], found["rope_type"]) == facts
