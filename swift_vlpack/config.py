@@ -346,6 +346,11 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
             "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
             "len()); set packing_mode=buffer and --max_steps, or load the data sized"
         )
+    if config.shares_media and not (is_sized and config.packing_mode != "buffer"):
+        raise ConfigError(
+            "packing_share=media needs data with a length and a plan: which rows begin alike is found out before "
+            "training; load the data sized, without packing_mode=buffer, or leave packing_share out"
+        )
     return is_sized and config.packing_mode != "buffer"
 
 

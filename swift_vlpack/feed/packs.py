@@ -21,8 +21,7 @@ from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleId
-from swift_vlpack.rows.shared import Alone
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord
 from swift_vlpack.rows.sizes import RowSize
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
@@ -68,14 +67,6 @@ class Packs:
         """Yield the first samples that will be trained, encoded when they are asked for; skip rows that fail."""
         raise NotImplementedError
 
-    def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
-        """Return the first samples, and for each the number of tokens it shares with the sample before it in the list.
-
-        Samples that begin alike are neighbours.
-        """
-        samples = list(self.preview(num_samples))
-        return samples, [0] * len(samples)
-
 
 def rows_of(dataset: Any, template: Template, seed: int) -> FusionCaptionDataset | StreamedRows:
     """Return rows in one of the two forms that packs are made of; a plain list becomes a single source.
@@ -106,7 +97,7 @@ def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, 
     template.padding_free = True
 
 
-def packed_samples(  # noqa: PLR0913 - the samples, then what the record says of them
+def packed_samples(
     samples: Sequence[Encoded],
     epoch: int,
     number: int,
@@ -114,12 +105,10 @@ def packed_samples(  # noqa: PLR0913 - the samples, then what the record says of
     left_out: Sequence[LeftOut],
     *,
     num_apart: int = 0,
-    alone: Sequence[tuple[SampleId, Alone]] = (),
 ) -> PackedSamples:
     """Make a pack of samples, with the record that tells the trainer and the counts what is in it.
 
-    `num_apart` counts the samples that were planned to share a prefix but did not once encoded. `alone` names samples
-    of a stream that share nothing although another waiting sample has their medium, each with its cause.
+    `num_apart` counts the samples that were planned to share a prefix but did not once encoded.
     """
     sizes = [size_of(sample) for sample in samples]
     shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)
@@ -134,7 +123,6 @@ def packed_samples(  # noqa: PLR0913 - the samples, then what the record says of
         sequence_multiple=config.sequence_multiple,
         shared=shared if any(shared) else (),
         num_apart=num_apart,
-        alone=tuple(alone),
     )
     return PackedSamples(samples, record)
 

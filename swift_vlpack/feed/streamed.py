@@ -22,21 +22,16 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.failures import counted_failure
-from swift_vlpack.feed.joining import NOTHING_SHARED, BranchEncoder, Waiting
 from swift_vlpack.feed.packs import Packs, packed_samples
-from swift_vlpack.plan.items import Item, ItemId, Pack, Size
+from swift_vlpack.plan.items import Item, ItemId
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
-from swift_vlpack.rows.beginnings import Beginning, BeginningReader
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.encoder import RowEncoder, Template
-from swift_vlpack.rows.families import MediaTokens, refuse_sharing
-from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
-from swift_vlpack.rows.shared import Alone
-from swift_vlpack.rows.to_encode import RowToEncode
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError
 
 WorkerState = dict[str, Any]
 PROGRESS = {
@@ -51,12 +46,7 @@ PROGRESS = {
         }
     ],
 }
-"""The shape of a rank's saved state; the packer checks its own part. A worker in which samples share prefixes also has
-`units` and `alone`."""
-_UNITS = [[(Whole(), Whole(1))]]
-"""The shape of `units`: for each unit, the number and the length of each of its rows."""
-_ALONE = [(Whole(), Whole(1))]
-"""The shape of `alone`: rows by number that share nothing although another one has their medium, with the causes."""
+"""The shape of a rank's saved state; the packer checks its own part."""
 
 
 class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
@@ -76,8 +66,6 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         num_ranks: int = 1,
     ) -> None:
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
-        if config.shares_media:
-            refuse_sharing(getattr(template, "config", None))
         if self.sources and self.dataset.mix.ratio_by != "rows":
             self.dataset.mix.schedule(0)  # raises now, and not in a worker: ratios by tokens need lengths
         self.rank = rank
@@ -97,25 +85,6 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         cutter = self.dataset.encoder.cutter
         read = chain.from_iterable(in_parts(row, cutter) for row in self.dataset.samples(0))
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
-
-    def preview_in_units(self, num_samples: int) -> tuple[list[Encoded], list[int]]:
-        """Do as `Packs.preview_in_units`, with samples of epoch 0, joined as if packs had no capacity."""
-        if not self.config.shares_media:
-            return super().preview_in_units(num_samples)
-        reader = BeginningReader(self.dataset.encoder, self.config.packing_share_min)
-        waiting, whole = Waiting(self.config, reader.tokens), dict[ItemId, Encoded]()
-        read = (
-            (row, span, sample)
-            for row in self.dataset.rows_to_encode(0)
-            for span, sample in in_parts(row.sample(), self.dataset.encoder.cutter)
-            if isinstance(sample, dict)
-        )
-        for number, (row, span, sample) in enumerate(islice(read, num_samples)):
-            whole[number], begins = sample, reader.of(row, sample) if span is None else NOTHING_SHARED
-            if waiting.join(number, sample, begins, lambda *_: True) is None:
-                waiting.add(number, sample, begins)
-        found = [(held, at) for held in waiting.held for at in range(len(held.ids))]
-        return [whole[held.ids[at]] for held, at in found], [held.unit.prefix if at else 0 for held, at in found]
 
     def restore(self, progress: ReaderProgress) -> None:
         """Continue the saved epoch after the last pack that was trained."""
@@ -175,9 +144,6 @@ class ReaderProgress:
         check_shape(state, PROGRESS, "state")
         if state["turn"] >= state["num_workers"]:
             raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
-        for saved in state["workers"]:
-            check_shape(saved.get("units", []), _UNITS, "state.workers.units")
-            check_shape(saved.get("alone", []), _ALONE, "state.workers.alone")
         progress = cls(state["num_workers"])
         progress.epoch, progress.turn, progress.num_trained = state["epoch"], state["turn"], state["num_trained"]
         progress.workers = {saved["worker"]: saved for saved in state["workers"]}
@@ -193,7 +159,6 @@ class _Buffer:
         (number, part)          a part of a row
         (number, *span)         a part under the strategy `window`, where the row alone does not determine its parts
 
-    Under `packing_share=media`, whole rows that begin alike are one item, with the id of the first row.
     """
 
     def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int, encoder: RowEncoder) -> None:
@@ -202,14 +167,8 @@ class _Buffer:
         self._epoch = epoch
         self._worker = worker
         self._packer = Packer(config, seed=seed, on_drop=self._dropped, label=self._name)
-        reader = BeginningReader(encoder, config.packing_share_min) if config.shares_media else None
-        self._beginnings = reader
-        self._waiting = Waiting(config, MediaTokens() if reader is None else reader.tokens)
-        self._units: dict[ItemId, list[Item]] = {}
-        """The saved rows of each unit by its item, each with its size alone; empty once they are encoded again."""
-        self._why_alone: dict[ItemId, Alone] = {}
-        """The saved causes why samples share nothing, by their items, before they are encoded again."""
-        self._branches = BranchEncoder()
+        self._samples: dict[ItemId, Encoded | SampleError] = {}
+        """The samples that wait. An error stands for one that could be encoded before the run was interrupted."""
         self._ready: deque[tuple[Item, ...]] = deque()
         self._left_out: list[LeftOut] = []
         self._num_read = 0
@@ -219,15 +178,17 @@ class _Buffer:
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
         """Pack a share. One pack is held back, so that samples left out at the end can go into its record."""
-        rows = dataset.rows_to_encode(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
+        held = self._held_rows()
+        rows = dataset.samples(self._epoch, share, start=self._num_read, held=set(held))
         # Do this first, because the iterator yields the rows of waiting samples before new rows.
-        self._encode_held_again(rows)
+        for number, items in held.items():
+            self._encode_again(number, items, next(rows, None))
         if not self._is_at_end:
             for row in rows:
                 self._take(row)
                 while len(self._ready) > 1:
                     yield self._next()
-            self._make_ready(self._packer.flush())
+            self._ready += [pack.items for pack in self._packer.flush()]
             self._is_at_end = True
         while self._ready:
             yield self._next()
@@ -239,8 +200,6 @@ class _Buffer:
 
         Left-out samples are not part of the state, because the record of the pack has them.
         """
-        units = [[list(one) for one in zip(held.ids, held.lengths, strict=True)] for held in self._waiting.units]
-        alone = [[held.ids[0], int(held.why_alone)] for held in self._waiting.held if held.why_alone]
         return {
             "worker": self._worker,
             "num_read": self._num_read,
@@ -249,8 +208,6 @@ class _Buffer:
             "is_at_end": self._is_at_end,
             "ready": [[list(item) for item in items] for items in self._ready],
             "packer": self._packer.state(),
-            **({"units": units} if units else {}),
-            **({"alone": alone} if alone else {}),
         }
 
     def load(self, state: WorkerState) -> None:
@@ -261,63 +218,30 @@ class _Buffer:
         self._is_at_end = state["is_at_end"]
         self._ready = deque(tuple(_item_from(item) for item in items) for items in state["ready"])
         self._packer.load(state["packer"])
-        self._units = {unit[0][0]: [Item(*row) for row in unit] for unit in state.get("units", [])}
-        self._why_alone = {number: Alone(cause) for number, cause in state.get("alone", [])}
-        waits = {item.id for item in self._packer.held}
-        for item, rows in self._units.items():
-            if item in waits:
-                self._packer.count_joined(item, len(rows) - 1)
-
-    def _held_items(self) -> list[Item]:
-        """Return the items that wait, in the order in which the first row of each came."""
-        items = (*self._packer.held, *(item for items in self._ready for item in items))
-        return sorted(items, key=lambda item: _row_of(item.id))
 
     def _held_rows(self) -> dict[int, list[Item]]:
-        """Group the waiting samples by row number, in the order in which rows are read again. Units are taken apart."""
+        """Group the waiting items by the number of their row, in the order in which rows are read again."""
         rows: dict[int, list[Item]] = {}
-        for item in self._held_items():
-            for one in self._units.get(item.id, [item]):
-                rows.setdefault(_row_of(one.id), []).append(one)
+        for item in (*self._packer.held, *chain.from_iterable(self._ready)):
+            rows.setdefault(_row_of(item.id), []).append(item)
         return dict(sorted(rows.items()))
 
-    def _encode_held_again(self, rows: Iterator[RowToEncode]) -> None:
-        found: dict[ItemId, tuple[Encoded | SampleError, Beginning]] = {}
-        for number, items in self._held_rows().items():
-            given = next(rows, None)
-            if given is None:
-                raise StateMismatch(
-                    f"the saved state holds row {number} of a share of the data, but the share now ends before it: "
-                    "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
-                )
-            row = given.sample()
-            if isinstance(row, SampleError):
-                found |= {item.id: (row.of_part(_part_of(item)), NOTHING_SHARED) for item in items}
-                continue
-            samples = self._cut_again(number, row, items)
-            for item in items:
-                found[item.id] = _unchanged(samples.get(item.id), row, item), self._beginning(given, row, item.id)
-        for item in self._held_items():
-            alone = self._units.get(item.id, [item])
-            why_alone = self._why_alone.get(item.id, Alone.NOTHING_SHARED)
-            self._waiting.restore(alone, [found[one.id] for one in alone], why_alone)
-        self._units, self._why_alone = {}, {}
-        self._waiting.unlist(item.id for items in self._ready for item in items)
+    def _encode_again(self, number: int, items: Sequence[Item], row: Encoded | SampleError | None) -> None:
+        """Take the samples that waited from their row, read again."""
+        if row is None:
+            raise StateMismatch(
+                f"the saved state holds row {number} of a share of the data, but the share now ends before it: "
+                "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
+            )
+        if isinstance(row, SampleError):
+            self._samples |= {item.id: row.of_part(_part_of(item)) for item in items}
+            return
+        samples = self._cut_again(number, row, items)
+        self._samples |= {item.id: _unchanged(samples.get(item.id), row, item) for item in items}
 
-    def _beginning(self, given: RowToEncode, row: Encoded, key: ItemId) -> Beginning:
-        """Return how a row begins; parts of rows share nothing."""
-        if self._beginnings is None or isinstance(key, tuple):
-            return NOTHING_SHARED
-        return self._beginnings.of(given, row)
-
-    def _take(self, given: RowToEncode) -> None:
+    def _take(self, row: Encoded | SampleError) -> None:
         number = self._num_read
         self._num_read += 1
-        if (joined := self._join_undecoded(number, given)) is not None:
-            self._num_failed_in_a_row = 0
-            self._make_ready(self._packer.join(*joined))
-            return
-        row = given.sample()
         if isinstance(row, SampleError):
             self._num_failed_in_a_row += 1
             self._left_out.append(counted_failure(row, self._num_failed_in_a_row))
@@ -328,30 +252,8 @@ class _Buffer:
                 self._left_out.append(sample)
             elif not isinstance(sample, SampleError):
                 key = _item_id(number, span)
-                self._make_ready(self._place(key, sample, self._beginning(given, row, key)))
-
-    def _make_ready(self, packs: list[Pack]) -> None:
-        """Keep packs until they are asked for. Their samples are found by no further one."""
-        self._ready += [pack.items for pack in packs]
-        self._waiting.unlist(item.id for pack in packs for item in pack.items)
-
-    def _join_undecoded(self, number: int, given: RowToEncode) -> tuple[ItemId, Size] | None:
-        """Let a row join a waiting row without decoding its media. None: the caller must encode the row whole."""
-        if self._beginnings is None or self._cutter is not None or not self._branches.can_be_encoded:
-            return None
-        head = self._beginnings.head(given)
-        joined = self._waiting.join_undecoded(number, head, lambda: self._branches.of(given), self._packer.fits)
-        if joined is None and self._waiting.refused == number:  # its head is equal, but its tokens or pixels are not
-            self._branches.can_be_encoded = False
-        return joined
-
-    def _place(self, key: ItemId, sample: Encoded, beginning: Beginning) -> list[Pack]:
-        """Let a sample join samples that begin alike, or wait by itself. Returns the packs that are ready."""
-        joined = self._waiting.join(key, sample, beginning, self._packer.fits)
-        if joined is not None:
-            return self._packer.join(*joined)
-        self._waiting.add(key, sample, beginning)
-        return self._packer.push(_item(key, sample))
+                self._samples[key] = sample
+                self._ready += [pack.items for pack in self._packer.push(_item(key, sample))]
 
     def _cut_again(
         self, number: int, row: Encoded, items: Sequence[Item]
@@ -367,32 +269,34 @@ class _Buffer:
         return found
 
     def _next(self) -> PackedSamples:
-        samples, alone = [], []
+        samples = []
         for item in self._ready.popleft():
-            held = self._waiting.take(item.id)
-            self._left_out += [counted_failure(error, 1) for error in held.errors]
-            samples += held.in_pack()
-            alone += held.alone
-        return self._pack(samples, alone)
+            sample = self._samples.pop(item.id)
+            if isinstance(sample, SampleError):
+                self._left_out.append(counted_failure(sample, 1))
+            else:
+                samples.append(sample)
+        return self._pack(samples)
 
-    def _pack(self, samples: list[Encoded], alone: Sequence[tuple[SampleId, Alone]] = ()) -> PackedSamples:
+    def _pack(self, samples: list[Encoded]) -> PackedSamples:
         left_out, self._left_out = self._left_out, []
         self._num_packs += 1
-        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out, alone=alone)
+        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
         # Take the state now, when the samples of this pack no longer wait: it is the state after the pack.
         pack.record = replace(pack.record, progress=(self.state(),))
         return pack
 
     def _name(self, key: ItemId) -> str:
-        return str(self._waiting[key].unit.samples[0]["sample_id"])
+        sample = self._samples[key]
+        return str(sample.sample_id if isinstance(sample, SampleError) else sample["sample_id"])
 
     def _dropped(self, item: Item, reason: Reason) -> None:
-        held = self._waiting.take(item.id)
-        self._left_out += [counted_failure(error, 1) for error in held.errors]
-        for sample in held.unit.samples:
-            size = size_of(sample)
-            said = f"{size.length} tokens, {size.images} images"
-            self._left_out.append(LeftOut(sample["sample_id"], reason.value, said))
+        sample = self._samples.pop(item.id)
+        if isinstance(sample, SampleError):
+            self._left_out.append(counted_failure(sample, 1))
+            return
+        said = f"{item.length} tokens, {item.images} images"
+        self._left_out.append(LeftOut(sample["sample_id"], reason.value, said))
 
 
 def _item_id(number: int, span: Span | None) -> ItemId:

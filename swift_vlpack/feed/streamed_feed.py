@@ -28,7 +28,6 @@ from swift_vlpack.plan.shares import share_of
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackRecord, SampleError
-from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.source import row_bytes
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.counts import Counts
@@ -56,7 +55,6 @@ class StreamedFeed(Feed):
         self.progress = ReaderProgress(num_workers)
         self._left_out_after: list[LeftOut] = []
         self._has_warned_of_length = False
-        self._has_named: set[Alone] = set()
 
     def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
@@ -149,22 +147,11 @@ class StreamedFeed(Feed):
         """Count these packs as trained, and keep the states of their readers."""
         for record in records:
             self.progress.trained(record)
-            self._name_alone(record)
         if not self._has_warned_of_length:
             num_tokens = np.array([record.num_tokens for record in records], dtype=np.int64)
             if warning := long_sequence_warning(num_tokens, self.config):
                 self._has_warned_of_length = True
                 logger.warning("%s", warning)
-
-    def _name_alone(self, record: PackRecord) -> None:
-        """Log, once for each cause, a sample that shares nothing although another waiting sample has its medium."""
-        for sample_id, cause in record.alone:
-            if cause not in self._has_named:
-                self._has_named.add(cause)
-                logger.warning(
-                    "%s: trained alone, as rows %s; %s. Further rows like it are counted at the end of the epoch",
-                    sample_id, cause.text, cause.way_out,
-                )  # fmt: skip
 
     # -- the account of an epoch ------------------------------------------------------------------------------------
 
@@ -181,12 +168,6 @@ class StreamedFeed(Feed):
         """Return a warning or None. Raises `DataError` if the epoch had no pack: no other epoch would have one."""
         if not counted.num_packs:
             raise DataError(f"epoch {self.epoch} has no pack; its rows were left out: {by_reason(counted.num_dropped)}")
-        if self.config.shares_media and not counted.num_units:
-            logger.warning(
-                "epoch %d: packing_share=media saved nothing: no two rows that waited for a pack together begin with "
-                "the same media; sort the data by image, raise packing_buffer (%d), or load the data sized",
-                self.epoch, self.config.packing_buffer,
-            )  # fmt: skip
         return warning_of_left_out(counted.num_dropped, num_of=counted.num_read, what=self.config.what_is_packed)
 
     # -- the state in a checkpoint ----------------------------------------------------------------------------------

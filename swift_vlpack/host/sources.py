@@ -28,7 +28,6 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.host.args import data_seed
 from swift_vlpack.host.cached import cached_sources
-from swift_vlpack.host.headers import branch_template
 from swift_vlpack.host.messages import Refused, said_by_swift
 from swift_vlpack.host.row_numbers import NumberedPreprocess, PreprocessedRows, column
 from swift_vlpack.json_lines import broken_line
@@ -174,7 +173,7 @@ def load_stream(args: Any, template: Any) -> tuple[StreamedRows, Any]:
     """Load the rows of `--streaming true` by ms-swift's own loader, and the validation rows or None."""
     with _errors_in_one_line(args.dataset):
         rows, _ = load_dataset(args.dataset, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
-    stream = StreamedRows(rows, template, strict=args.strict, seed=data_seed(args), pixel_free=branch_template)
+    stream = StreamedRows(rows, template, strict=args.strict, seed=data_seed(args))
     return stream, _validation(args) if args.val_dataset else None
 
 

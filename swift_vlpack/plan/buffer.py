@@ -12,7 +12,6 @@ object for an item. For a stream, `Packer` keeps the items themselves in additio
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -58,8 +57,7 @@ class Buffer:
         self._beside: list[list[Any]] = [self.serials, self._uses] if self._limits else [self.serials]
         self._num_carried: dict[int, int] = {}  # serial -> how often the buffer was packed without the item
         self.num_samples: Mapping[int, int] = {}
-        """The samples of an item that is several, by its serial number. `lengthen` adds further ones."""
-        self._num_joined = Counter[int]()  # serial -> how many samples have joined the item
+        """The samples of an item that is several, by its serial number."""
 
     def __len__(self) -> int:
         return len(self.serials)
@@ -67,11 +65,11 @@ class Buffer:
     @property
     def is_full(self) -> bool:
         """Tell whether it is time to `step`."""
-        return len(self.serials) + self._num_joined.total() >= self._num_to_step
+        return len(self.serials) >= self._num_to_step
 
     def samples_of(self, serial: int) -> int:
         """Return the number of samples of an item."""
-        return self.num_samples.get(serial, 1) + self._num_joined[serial]
+        return self.num_samples.get(serial, 1)
 
     def add(self, serial: int, length: int, use: tuple[int, ...] = (), num_carried: int = 0) -> None:
         """Add an item. `use` is what it uses of each cap that is set (`use_of_caps`)."""
@@ -82,26 +80,6 @@ class Buffer:
         if num_carried:
             self._num_carried[serial] = num_carried
         self.shortest = min(self.shortest, length)
-
-    def fits(self, serial: int, more: int, use: tuple[int, ...]) -> bool:
-        """Tell whether an item still fits into a pack with `more` tokens and `use` more of each cap."""
-        index = self.serials.index(serial)
-        # A strategy that keeps the order has one open pack, with all items.
-        together = range(len(self)) if self.is_in_order else (index,)
-        if sum(self.lengths[at] for at in together) + more > self._capacity:
-            return False
-        if not self._limits:
-            return True
-        uses = [*(self._uses[at] for at in together), use]
-        return Caps(self._limits, uses).fit(range(len(uses)))
-
-    def lengthen(self, serial: int, more: int, num_samples: int, use: tuple[int, ...]) -> None:
-        """Add samples to an item. `more` are their tokens, and `use` is how much of each cap they take."""
-        index = self.serials.index(serial)
-        self._shelf.lengthen(index, more)
-        self._num_joined[serial] += num_samples
-        if self._limits:
-            self._uses[index] = tuple(map(sum, zip(self._uses[index], use, strict=True)))
 
     def fill(self, serials: Iterable[int], lengths: Iterable[int], uses: Iterable[tuple[int, ...]]) -> bool:
         """Add items from the front of these iterators until the buffer is full. Returns whether it is full."""
@@ -209,10 +187,9 @@ class Buffer:
     def _take(self, indices: Sequence[int]) -> None:
         if not indices:
             return
-        for by_serial in (self._num_carried, self._num_joined):
-            if by_serial:
-                for index in indices:
-                    by_serial.pop(self.serials[index], None)
+        if self._num_carried:
+            for index in indices:
+                self._num_carried.pop(self.serials[index], None)
         self._shelf.take(indices, *self._beside)
 
     # -- fill ---------------------------------------------------------------------------------------------------

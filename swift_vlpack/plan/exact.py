@@ -74,13 +74,6 @@ class Shelf:
         for values in (self.lengths, *beside):
             values[:stop] = [values[index] for index in left]
 
-    def lengthen(self, index: int, more: int) -> None:
-        """Add `more` to the length at an index."""
-        if self._ascending is not None:
-            del self._ascending[bisect_left(self._ascending, self.lengths[index])]
-            insort(self._ascending, self.lengths[index] + more)
-        self.lengths[index] += more
-
     def put_oldest_last(self) -> None:
         """Make the oldest length the newest one."""
         self.lengths.append(self.lengths.pop(0))

@@ -26,14 +26,6 @@ from swift_vlpack.reasons import Reason
 ItemId = int | str | tuple[Any, ...]
 
 
-class Size(NamedTuple):
-    """The size of a sample in a pack, or the size that a sample adds to an item."""
-
-    length: int
-    images: int = 0
-    patches: int = 0
-
-
 class Item(NamedTuple):
     """An id with numbers, never a tensor, to be placed in a pack.
 

@@ -27,7 +27,7 @@ from swift_vlpack import envelope
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.buffer import Buffer, use_of_caps
-from swift_vlpack.plan.items import Item, ItemId, Pack, Size, is_left_out, is_single_long, why_alone
+from swift_vlpack.plan.items import Item, Pack, is_left_out, is_single_long, why_alone
 from swift_vlpack.plan.parts import NOTHING, Taken
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
@@ -63,7 +63,6 @@ class Packer:
         self.buffer = Buffer(config, seed)
         """The sizes of the waiting items, by serial numbers, which count the items that were pushed."""
         self._items: dict[int, Item] = {}  # the waiting items, by serial number
-        self._serials: dict[ItemId, int] = {}
         self._seed = seed
         self._on_drop = on_drop
         self._label = label
@@ -108,28 +107,8 @@ class Packer:
             if reason is not None:
                 return self._push_too_long(item, reason)
         self._items[self.num_pushed] = item
-        self._serials[item.id] = self.num_pushed
-        use = self._use_of(self.buffer.samples_of(self.num_pushed), Size(*item[1:])) if self._has_caps else ()
-        self.buffer.add(self.num_pushed, length, use)
+        self.buffer.add(self.num_pushed, length, self._use_of(item, self.buffer.samples_of(self.num_pushed)))
         return self._emitted(self.buffer.step()) if self.buffer.is_full else []
-
-    def fits(self, key: ItemId, size: Size) -> bool:
-        """Tell whether one more sample, which adds `size`, can join a waiting item."""
-        serial = self._serials.get(key)
-        return serial is not None and self.buffer.fits(serial, size.length, self._use_of(1, size))
-
-    def join(self, key: ItemId, size: Size) -> list[Pack]:
-        """Add a sample to a waiting item, and return the packs that are ready. The caller has asked `fits`."""
-        serial = self._serials[key]
-        item = self._items[serial]
-        self._items[serial] = Item(item.id, *map(sum, zip(item[1:], size, strict=True)))
-        self.buffer.lengthen(serial, size.length, 1, self._use_of(1, size))
-        return self._emitted(self.buffer.step()) if self.buffer.is_full else []
-
-    def count_joined(self, key: ItemId, num_samples: int) -> None:
-        """Count samples that had joined an item when the state was saved, which has their sizes only."""
-        serial = self._serials[key]
-        self.buffer.lengthen(serial, 0, num_samples, self._use_of(num_samples, Size(0)))
 
     def flush(self) -> list[Pack]:
         """End the epoch. Returns the packs of all held items, without the remainder that `packing_drop_last` drops."""
@@ -157,17 +136,15 @@ class Packer:
         for name in _COUNTERS:
             setattr(self, name, saved[name])
         self.num_dropped = dict(saved["num_dropped"])
-        self.buffer, self._items, self._serials = Buffer(self.config, self._seed), {}, {}
+        self.buffer, self._items = Buffer(self.config, self._seed), {}
         for key, length, images, patches, serial, num_carried in saved["held"]:
             item = self._items[serial] = Item(_restored(key), length, images, patches)
-            self._serials[item.id] = serial
-            use = self._use_of(1, Size(*item[1:]))
-            self.buffer.add(serial, length, use, num_carried)
+            self.buffer.add(serial, length, self._use_of(item), num_carried)
         for name, of_buffer in _COUNTERS_OF_BUFFER.items():
             setattr(self.buffer, of_buffer, saved[name])
 
-    def _use_of(self, num_samples: int, size: Size) -> tuple[int, ...]:
-        return use_of_caps(num_samples, size.images, size.patches, self.config) if self._has_caps else ()
+    def _use_of(self, item: Item, num_samples: int = 1) -> tuple[int, ...]:
+        return use_of_caps(num_samples, item.images, item.patches, self.config) if self._has_caps else ()
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**self.config.pack_options(), "seed": self._seed}
@@ -192,9 +169,7 @@ class Packer:
         return packs
 
     def _pop(self, serial: int) -> Item:
-        item = self._items.pop(serial)
-        self._serials.pop(item.id, None)
-        return item
+        return self._items.pop(serial)
 
     def _drop(self, item: Item, reason: Reason) -> None:
         self.num_dropped[reason.value] = self.num_dropped.get(reason.value, 0) + 1

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.packs import Packs
-from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.plan.epoch import EpochPlan, Where
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.proof.branches import PREFIX, as_planned
@@ -115,9 +114,7 @@ def _counted_kinds(images: NDArray[Any], patches: NDArray[Any]) -> list[NDArray[
 def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
     """Return a short unit of each kind that the epoch has: a prefix with up to `_BRANCHES` of its rows, marked."""
     plan = packs.epoch_plan
-    if plan is None:
-        return _units_of_stream(packs, is_usable)
-    if plan.packs.shared is None:
+    if plan is None or plan.packs.shared is None:
         return []
     members, shared = plan.packs.members, plan.packs.shared_of_members
     joins = np.flatnonzero(shared > 0)
@@ -134,21 +131,6 @@ def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[
         unit = next((unit for unit in units if len(unit) > 1), None)
         found += [] if unit is None else [unit]
     return found
-
-
-def _units_of_stream(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
-    """Return the shortest unit of each kind among the first samples of a stream."""
-    units: list[list[Encoded]] = []
-    for sample in as_planned(*packs.preview_in_units(NUM_STREAMED), MediaTokens.of(packs.template)):
-        if PREFIX not in sample or not is_usable(sample):
-            continue
-        if not units or units[-1][-1][PREFIX] is not sample[PREFIX]:
-            units.append([])
-        units[-1].append(sample)
-    # Sort rows with media after the prefix to the front, so that they are among the rows that are kept.
-    few = [sorted(unit, key=lambda sample: IN_PREFIX not in sample)[:_BRANCHES] for unit in units if len(unit) > 1]
-    few.sort(key=lambda unit: length_of(unit[0]))
-    return [of_kind[0] for of_kind in _grouped(few, lambda unit: (_kind_of_sample(unit[-1]), IN_PREFIX in unit[0]))]
 
 
 def _tokens_of_two(lengths: NDArray[Any], shared: NDArray[Any], firsts: NDArray[Any]) -> NDArray[Any]:
@@ -176,8 +158,7 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
     """
     epoch = packs.epoch_plan
     if epoch is None:
-        first = _filled(*packs.preview_in_units(NUM_STREAMED), packs.config.packing_length)
-        filled = as_planned(*first, MediaTokens.of(packs.template))
+        filled = _filled(packs.preview(NUM_STREAMED), packs.config.packing_length)
         return [filled] if filled else []
     plan = epoch.packs
     if not len(plan):
@@ -249,19 +230,15 @@ def _encoded_or_none(packs: Packs, samples: Iterable[Where]) -> list[Encoded | N
     return encoded
 
 
-def _filled(samples: Iterable[Encoded], shared: Iterable[int], capacity: int) -> tuple[list[Encoded], list[int]]:
-    """Take samples that fit into one sequence. Returns them, and the tokens each shares with the sample before it."""
+def _filled(samples: Iterable[Encoded], capacity: int) -> list[Encoded]:
+    """Take samples that fit into one sequence."""
     sequence: list[Encoded] = []
-    of_sequence: list[int] = []
-    room, takes_unit = capacity, False
-    for sample, num_shared in zip(samples, shared, strict=True):
-        fits = length_of(sample) - num_shared <= room and (takes_unit or not num_shared)
-        takes_unit = fits if not num_shared else takes_unit
-        if fits:
+    room = capacity
+    for sample in samples:
+        if length_of(sample) <= room:
             sequence.append(sample)
-            of_sequence.append(num_shared)
-            room -= length_of(sample) - num_shared
-    return sequence, of_sequence
+            room -= length_of(sample)
+    return sequence
 
 
 def _spread(positions: NDArray[np.int64], num: int) -> list[int]:

@@ -35,7 +35,6 @@ from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import Row, RowSource
-from swift_vlpack.rows.to_encode import RowToEncode
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,6 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self.strict = strict
         self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle, ratio_by=ratio_by)
         self._pixel_free = pixel_free
-        self._shares_media = False
         self._take_encoder(RowEncoder(template))
         self.epoch = 0
         self._schedule: Schedule | None = None  # made when `dataset[i]` is first used, which packing never does
@@ -175,24 +173,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
         A row that cannot be encoded is yielded as its error.
         """
-        return (row.sample() for row in self.rows_to_encode(epoch, share, start=start, held=held))
-
-    def rows_to_encode(
-        self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
-    ) -> Iterator[RowToEncode]:
-        """Yield the rows of `samples`, not encoded yet."""
-        make = self._pixel_free if self._shares_media else None
-        pixel_free = [make and encoder.using(make(encoder.template)) for encoder in self.encoders]
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
         # Held rows come first, because the interrupted run read them before row `start`.
         for position in chain(map(share.row, sorted(held)), positions):
-            address = Address(*schedule[position])
-            encoders = self.encoders[address.source], pixel_free[address.source]
             # Draw by position and not by row: a row that comes twice in an epoch draws twice.
-            with RandomStream(self.mix.seed, epoch, position) as draws:
-                row = self.row(address)
-            yield RowToEncode(row, self.sample_id(address), *encoders, draws, self.strict)
+            with RandomStream(self.mix.seed, epoch, position):
+                sample = self.sample_or_error(Address(*schedule[position]))
+            yield sample
 
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
         """Log a row whose size is not the planned one."""
@@ -226,7 +214,6 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def encode_for(self, config: PackingConfig) -> None:
         """Encode rows for a run with these options from now on: mask labels, and cut rows."""
         self._take_encoder(RowEncoder.of(self.template, config))
-        self._shares_media = config.shares_media
 
     def _take_encoder(self, encoder: RowEncoder) -> None:
         self.encoder = encoder

@@ -15,7 +15,6 @@ from swift_vlpack.errors import VLPackError
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.rows.faults import Fault
-from swift_vlpack.rows.shared import Alone
 from swift_vlpack.runlog.counts import Counts
 
 Encoded = dict[str, Any]
@@ -142,8 +141,6 @@ class PackRecord:
     """The tokens that each sample shares with the one before it; empty if none does."""
     num_apart: int = 0
     """Samples that were planned to share a prefix and, once they were encoded, did not."""
-    alone: tuple[tuple[SampleId, Alone], ...] = ()
-    """The samples of a stream that share nothing although another waiting sample had their medium, with the cause."""
 
     @property
     def boundaries(self) -> Boundaries:
@@ -184,8 +181,7 @@ class PackRecord:
                 single_long=self.single_long,
                 further=[key.source for key in self.sample_ids if key.is_further_part],
             )
-            because = (cause.text for _, cause in self.alone)
-            counts.shared(self.shared, num_apart=self.num_apart, alone_because=because)
+            counts.shared(self.shared, num_apart=self.num_apart)
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,12 +12,11 @@ from torch.utils.data import get_worker_info
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.shares import EVERYTHING, Share
-from swift_vlpack.rows.encoder import RowEncoder, Template
+from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
 from swift_vlpack.rows.patches import check_worker, no_worker
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.source import Row, RowSource
-from swift_vlpack.rows.to_encode import RowToEncode
 
 _END: Any = object()
 FARTHEST_ROW = 20_000
@@ -39,13 +39,8 @@ class StreamedRows:
         name: str = "stream",
         strict: bool = False,
         seed: int = 0,
-        pixel_free: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Encode rows with this template. `seed` is used for all draws while rows are read and encoded.
-
-        `pixel_free` turns a template into a template that encodes rows without pixels. If it is None, all images are
-        decoded.
-        """
+        """Encode rows with this template. `seed` is used for all draws while rows are read and encoded."""
         check_worker()
         self.rows = rows
         self.sources: tuple[RowSource, ...] = ()
@@ -54,8 +49,6 @@ class StreamedRows:
         self.name = name
         self.strict = strict
         self._seed = seed
-        self._pixel_free = pixel_free
-        self._shares_media = False
 
     def __repr__(self) -> str:
         return f"<StreamedRows: {self.name}>"
@@ -63,7 +56,6 @@ class StreamedRows:
     def encode_for(self, config: PackingConfig) -> None:
         """Encode rows for a run with these options from now on: mask labels, and cut rows."""
         self.encoder = RowEncoder.of(self.template, config)
-        self._shares_media = config.shares_media
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the rows with dill, for spawned workers: ms-swift maps a lambda, which pickle refuses."""
@@ -108,19 +100,13 @@ class StreamedRows:
 
         A row that cannot be encoded is yielded as its error. Other rows before `start` are read but not encoded.
         """
-        return (row.sample() for row in self.rows_to_encode(epoch, share, start=start, held=held))
-
-    def rows_to_encode(
-        self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
-    ) -> Iterator[RowToEncode]:
-        """Yield the rows of `samples`, not encoded yet."""
-        make = self._pixel_free if self._shares_media else None
-        pixel_free = make and self.encoder.using(make(self.encoder.template))
+        encode = partial(self.encoder.sample, strict=self.strict)
         for index, row in enumerate(self.rows_of(epoch, share)):
             if index >= start or index in held:
                 number = share.row(index)
-                draws = RandomStream(self._seed, epoch, self.name, number)
-                yield RowToEncode(row, SampleId(self.name, number), self.encoder, pixel_free, draws, self.strict)
+                with RandomStream(self._seed, epoch, self.name, number):
+                    sample = sample_or_error(encode, row, SampleId(self.name, number))
+                yield sample
 
     def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
         """Yield the share's rows of an epoch, not encoded, with the random numbers by which a loader shuffles."""

@@ -69,8 +69,7 @@ def account_json(counts: Counts, **labels: Any) -> dict[str, Any]:
 def shared_json(counts: Counts) -> dict[str, Any]:
     """Return the counts of prefixes that samples shared: num_packed = num_in_units + num_alone."""
     names = ("num_units", "num_in_units", "num_alone", "num_apart", "num_shared_tokens", "num_tokens_alone")
-    alone = {"alone_because": dict(counts.alone_because.most_common())} if counts.alone_because else {}
-    return {**{name: getattr(counts, name) for name in names}, **alone}
+    return {name: getattr(counts, name) for name in names}
 
 
 def shared_in_words(counts: Counts) -> str:
@@ -85,8 +84,7 @@ def shared_in_words(counts: Counts) -> str:
     units = f"{counts.num_in_units} in {counted(counts.num_units, 'unit')} + {counts.num_alone} alone"
     apart = f", {counts.num_apart} of them planned to share" if counts.num_apart else ""
     tokens = f"{counts.num_tokens} of {counts.num_tokens_alone} tokens computed"
-    because = "".join(f"; {num} alone, as rows {cause}" for cause, num in counts.alone_because.most_common())
-    return f"shared: {counted(counts.num_packed, 'sample')} = {units}{apart}, {tokens}{because}"
+    return f"shared: {counted(counts.num_packed, 'sample')} = {units}{apart}, {tokens}"
 
 
 def law_in_words(counts: Counts) -> str:

@@ -43,8 +43,6 @@ STATE = {
 """Shape of a saved state: the counts that the account of an epoch needs. All others are in the run log."""
 _STATE_OF_UNITS = dict.fromkeys(("num_units", "num_in_units", "num_apart", "num_shared_tokens"), Whole())
 """Further fields of a saved state, if samples shared prefixes."""
-_STATE_OF_ALONE = {"alone_because": Named(Whole())}
-"""A further field of a saved state, if samples of a stream were alone although another one had their medium."""
 _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
 """Further fields of a saved state, if rows were cut."""
 
@@ -111,9 +109,6 @@ class Counts:
     """Samples that were planned to share a prefix and, once they were encoded, did not."""
     num_shared_tokens: int = 0
     """Tokens that were not computed again: those of prefixes, for each of their samples but the first."""
-    alone_because: Counter[str] = field(default_factory=Counter)
-    """By cause, samples of a stream that were alone although another one had their medium. Of planned data, the plan
-    counts them."""
     num_tokens_unpacked: int = 0
     """Tokens of the same samples in padded batches, padding included."""
     num_steps: int = 0
@@ -175,14 +170,12 @@ class Counts:
         self.num_room += self.packing_length
         self.fill_histogram[min(NUM_FILL_BINS, NUM_FILL_BINS * num_tokens // self.packing_length)] += 1
 
-    def shared(self, shared: Sequence[int], *, num_apart: int = 0, alone_because: Iterable[str] = ()) -> None:
+    def shared(self, shared: Sequence[int], *, num_apart: int = 0) -> None:
         """Count the units of a pack: `shared` are the tokens that each sample shares with the one before it.
 
         The lengths that `packed` counts do not contain these tokens. `num_apart` samples left their unit once encoded.
-        `alone_because` has the cause of each sample that is alone although another one had its medium.
         """
         self.num_apart += num_apart
-        self.alone_because.update(alone_because)
         for before, here in pairwise((0, *shared)):
             begins_unit = bool(here and not before)
             self.num_units += begins_unit
@@ -218,7 +211,6 @@ class Counts:
                 _of(mine, name).merge(counts)
         self.lost_tokens.update(other.lost_tokens)
         self.lost_images.update(other.lost_images)
-        self.alone_because.update(other.alone_because)
 
     # -- derived numbers ----------------------------------------------------------------------------------------------
 
@@ -260,7 +252,7 @@ class Counts:
     @property
     def tells_of_sharing(self) -> bool:
         """Tell whether there is anything to report of sharing: units, or samples that could have shared."""
-        return bool(self.num_units or self.num_apart or self.alone_because)
+        return bool(self.num_units or self.num_apart)
 
     @property
     def num_alone(self) -> int:
@@ -304,7 +296,6 @@ class Counts:
         """Return the counts of an epoch for a checkpoint; `from_state` reads them."""
         names = [*STATE, *(_STATE_OF_CUT_ROWS if self.further or self.lost_tokens else ())]
         names += _STATE_OF_UNITS if self.num_units or self.num_apart else ()
-        names += _STATE_OF_ALONE if self.alone_because else ()
         state = {name: getattr(self, name) for name in names}
         return {
             name: {of: counts.as_json() for of, counts in value.items()} if name in ("sources", "further") else value
@@ -314,7 +305,7 @@ class Counts:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Counts:
         """Return the counts of a saved state. Raises `StateMismatch` if the state is damaged."""
-        mappings = {**_STATE_OF_CUT_ROWS, **_STATE_OF_ALONE}
+        mappings = _STATE_OF_CUT_ROWS
         state = {**dict.fromkeys(_STATE_OF_UNITS, 0), **{name: {} for name in mappings}, **state}
         check_shape(state, {**STATE, **mappings, **_STATE_OF_UNITS}, "counted")
         if len(state["fill_histogram"]) != NUM_FILL_BINS + 1:
@@ -322,7 +313,6 @@ class Counts:
         counts = cls(**{name: state[name] for name in (*STATE, *_STATE_OF_UNITS)})
         counts.sources, counts.further = _sources_from(state["sources"]), _sources_from(state["further"])
         counts.lost_tokens, counts.lost_images = Counter(state["lost_tokens"]), Counter(state["lost_images"])
-        counts.alone_because = Counter(state["alone_because"])
         counts.num_room = (counts.num_packs - counts.num_single_long) * counts.packing_length
         return counts
 
@@ -336,15 +326,13 @@ class Counts:
         numbers = {name: getattr(self, name) for name in NUMBERS}
         numbers = {name: number for name, number in numbers.items() if number or name not in _STATE_OF_UNITS}
         # The two sums are for people who read the file: `from_event` computes them from the sources.
-        alone = {"alone_because": dict(self.alone_because)} if self.alone_because else {}
-        return {**numbers, **alone, "num_samples": self.num_packed, "num_tokens": self.num_tokens, "sources": sources}
+        return {**numbers, "num_samples": self.num_packed, "num_tokens": self.num_tokens, "sources": sources}
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any], packing_length: int) -> Counts:
         """Return the counts of a `steps` event. Packed samples count as read; fill percentiles are not known."""
         event = {**dict.fromkeys(_STATE_OF_UNITS, 0), **event}
         counts = cls(packing_length, **{name: event[name] for name in NUMBERS})
-        counts.alone_because.update(event.get("alone_because", {}))
         for name, source in event["sources"].items():
             num_samples = source["num_samples"]
             counts.sources[name] = SourceCounts(num_samples, num_samples, source["num_tokens"])

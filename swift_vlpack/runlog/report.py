@@ -107,7 +107,6 @@ def _from_account(account: Mapping[str, Any]) -> Counts:
     shared = account.get("shared", {})
     for name in ("num_units", "num_in_units", "num_apart", "num_shared_tokens"):
         setattr(counts, name, shared.get(name, 0))
-    counts.alone_because.update(shared.get("alone_because", {}))
     return counts
 
 

@@ -46,11 +46,10 @@ def packs_of(output, last_step=None):
     ("num_ranks_then", "more"),
     [
         pytest.param(1, {"num_train_epochs": 2}, id="plan"),
-        pytest.param(2, {"streaming": "true", "max_steps": 200, "dataloader_num_workers": 1}, id="stream"),
     ],
 )
 def test_two_ranks_are_killed_and_others_go_on(num_ranks_then, more, small_folder, dataset, tmp_path):
-    """SHARE-10 SHARE-11: every row of both epochs is trained once, before and after; some share in both."""
+    """SHARE-10: every row of both epochs is trained once, before and after; some share in both."""
 
     def flags(output, **of_run):
         return argv(
