@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.gone import refuse_gone
 from swift_vlpack.plan.registry import ALIASES, WINDOW, strategy_named
 from swift_vlpack.plan.strategies import STRATEGIES
 from swift_vlpack.words import did_you_mean
@@ -203,6 +204,7 @@ class PackingConfig:
     def __post_init__(self) -> None:
         for spec in fields(self):
             object.__setattr__(self, spec.name, _typed(spec.name, getattr(self, spec.name), _TYPES[spec.name]))
+        refuse_gone(*(f"{spec.name}={getattr(self, spec.name)}" for spec in fields(self)))
         alias = ALIASES.get(self.packing_strategy, self.packing_strategy)
         object.__setattr__(self, "packing_strategy", alias)
         _check_choices(self)
@@ -212,6 +214,7 @@ class PackingConfig:
     def from_mapping(cls, options: Mapping[str, Any], **defaults: Any) -> PackingConfig:
         """Build a config from options by name, with `defaults` for absent ones. Raises `ConfigError`."""
         known = option_names()
+        refuse_gone(*options)
         for key in options:
             if key not in known:
                 raise ConfigError(_unknown(key, known))
@@ -379,6 +382,7 @@ def options_in_env(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     known = {ENV_PREFIX + name.upper(): name for name in option_names()}
     found = {key: value for key, value in environ.items() if key.startswith(ENV_PREFIX) and key not in NO_OPTIONS}
     for key in found:
+        refuse_gone(key.removeprefix(ENV_PREFIX).lower())
         if key not in known:
             raise ConfigError(_unknown(key, (*known, *NO_OPTIONS)))
     return {known[key]: value for key, value in found.items()}

@@ -29,6 +29,7 @@ from swift_vlpack import __version__
 from swift_vlpack.cli.command import Command, Parser
 from swift_vlpack.cli.in_run import is_in_run
 from swift_vlpack.errors import ConfigError, VLPackError
+from swift_vlpack.gone import refuse_gone
 from swift_vlpack.host.run_flags import OF_TRAINING
 from swift_vlpack.words import INSTALL, did_you_mean
 
@@ -88,6 +89,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     `ConfigError` for an unknown command or flag.
     """
     name = argv[0] if argv else ""
+    refuse_gone(f"vlpack {name}", *(f"vlpack {name} {word.partition('=')[0]}" for word in argv[1:]))
     if name not in COMMANDS and name and not name.startswith("-"):
         meant = f"; did you mean vlpack sft {name}?" if name.endswith(OF_TRAINING) else did_you_mean(name, COMMANDS)
         raise ConfigError(f"there is no such command{meant or ' (vlpack --help lists all)'}")

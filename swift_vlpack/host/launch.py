@@ -25,6 +25,7 @@ from typing import Any
 
 from swift_vlpack.config import ENV_PREFIX, PackingConfig, checked, chosen_options, option_names
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.gone import refuse_gone
 from swift_vlpack.host.run_checks import PLUGINS, Registered, check_run
 from swift_vlpack.host.run_flags import (
     OF_TRAINING,
@@ -177,6 +178,7 @@ def _read_run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str
     variables = {**_variables(content.pop("ENV", None), path, environ), **environ}
     if path is not None:
         variables[CONFIG_FILE] = path
+    refuse_gone(*content)
     keys = {name: content.pop(name) for name in option_names() if name in content}
     refuse_unknown(content, rest, path)
 

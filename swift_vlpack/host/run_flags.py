@@ -19,6 +19,7 @@ from typing import Any
 
 from swift_vlpack.config import kind_of, option_names
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.gone import refuse_gone
 from swift_vlpack.host.swift_flags import flag_names
 from swift_vlpack.host.swift_flags import flags as flags_of_swift
 from swift_vlpack.words import did_you_mean
@@ -40,6 +41,7 @@ def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     while at < len(argv):
         name, has_value, value = argv[at].partition("=")
         option = option_name(name)
+        refuse_gone(option)
         at += 1
         if option not in known:
             rest.append(argv[at - 1])

@@ -65,9 +65,7 @@ def packs_of(dataset):
 def test_plain_dataloader_goes_through_the_epochs(context):
     """DATA-4: every epoch starts workers of its own, also an epoch that was left."""
     packs = PackingDataset(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
-    loader = DataLoader(
-        packs, batch_size=None, collate_fn=None, num_workers=2, multiprocessing_context=context
-    )
+    loader = DataLoader(packs, batch_size=None, collate_fn=None, num_workers=2, multiprocessing_context=context)
     seen = []
     for epoch in (0, 1, 0, 2, 0):
         packs.set_epoch(epoch)

@@ -1,0 +1,25 @@
+"""Refuse by name what earlier versions had, and say what to do instead. An entry stays for one release.
+
+>>> refuse_gone("packing_share_min", "packing_buffer")
+Traceback (most recent call last):
+    ...
+swift_vlpack.errors.ConfigError: packing_share_min is gone: rows share media alone; leave it out
+
+A key is what a person wrote: an option, a value of one (`option=value`), a command (`vlpack name`), or a flag of one
+(`vlpack name --flag`).
+"""
+
+from __future__ import annotations
+
+from swift_vlpack.errors import ConfigError
+
+GONE = {
+    "packing_share_min": "rows share media alone; leave it out",
+}
+
+
+def refuse_gone(*written: str) -> None:
+    """Raise `ConfigError` for the first of these words that is gone."""
+    for what in written:
+        if what in GONE:
+            raise ConfigError(f"{what} is gone: {GONE[what]}")
