@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "swift_vlpack"
 NUMBERS = ("plan", "runlog")
 TENSORS = ("rows", "lengths", "attention", "feed", "proof")
-BASE = ("config", "reasons", "errors", "files", "json_lines", "envelope", "comm", "words", "yaml_files")
+BASE = ("config", "gone", "reasons", "errors", "files", "json_lines", "envelope", "comm", "words", "yaml_files")
 HEAVY_OF_HOST = ("swift", "torch", "transformers")
 
 
