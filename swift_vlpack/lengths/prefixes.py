@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -222,10 +223,6 @@ class _Wanted(NamedTuple):
     row_index: int
 
 
-class _GroupTask(NamedTuple):
-    wanted: list[_Wanted]
-
-
 class _GroupWork:
     """Counts the tokens of prefixes; 0 for one that cannot be shared, None for one that could not be encoded."""
 
@@ -236,29 +233,25 @@ class _GroupWork:
     def _tokens(self) -> list[MediaTokens]:
         return [MediaTokens.of(one.encoders.in_full.template) for one in self._given]
 
-    def __call__(self, task: _GroupTask) -> list[int | None]:
+    def __call__(self, task: list[_Wanted]) -> list[int | None]:
         self._fetch(task)
-        return [self._length(one) for one in task.wanted]
+        return [self._length(one) for one in task]
 
-    def _fetch(self, task: _GroupTask) -> None:
+    def _fetch(self, task: list[_Wanted]) -> None:
         """Fetch the images that rows name by URL, side by side."""
         for number, one in enumerate(self._given):
             if (urls := one.encoders.urls) is not None:
-                rows = (one.source.row(asked.row_index) for asked in task.wanted if asked.source == number)
+                rows = (one.source.row(asked.row_index) for asked in task if asked.source == number)
                 urls.forget()
                 urls.read((url for row in rows for url in image_urls(row)), whole=one.encoder is one.encoders.in_full)
 
     def _length(self, wanted: _Wanted) -> int | None:
         one = self._given[wanted.source]
         row, sample_id = one.source.row(wanted.row_index), one.source.sample_id(wanted.row_index)
-        try:
-            try:
-                sample = one.encoder.sample(row, sample_id)
-            except SampleError:  # its header gives no size
-                sample = one.encoders.in_full.sample(row, sample_id)
-        except SampleError:
-            return None
-        return prefix_of(sample, self._tokens[wanted.source])
+        for encoder in (one.encoder, one.encoders.in_full):  # the header may give no size
+            with suppress(SampleError):
+                return prefix_of(encoder.sample(row, sample_id), self._tokens[wanted.source])
+        return None
 
 
 class _PrefixFile:
@@ -350,35 +343,40 @@ class _PrefixPass:
     def _lengths_of_prefixes(self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]]) -> list[int]:
         firsts = [int(members[0]) for members in of_groups]
         wanted = [_Wanted(rows.keys[row].tobytes(), *self._place(rows, row)) for row in firsts]
-        known = self._known(wanted)
-        missing = [at for at, length in enumerate(known) if length is None]
-        mine = missing[self._comm.rank :: self._comm.num_ranks]
 
-        def of_this_rank() -> dict[int, int | None]:
+        def measured(mine: list[int]) -> Iterator[dict[int, int | None]]:
             tasks = deque(
-                _GroupTask([wanted[at] for at in mine[start : start + _GROUPS_OF_TASK]])
+                [wanted[at] for at in mine[start : start + _GROUPS_OF_TASK]]
                 for start in range(0, len(mine), _GROUPS_OF_TASK)
             )
-            found: dict[int, int | None] = {}
             places = iter(mine)
             with self._progress.stage("Lengths of prefixes", len(mine)) as bar:
                 for some in self._results(_GroupWork(self._given), tasks, len(mine), _NUM_GROUPS_WORTH_A_PROCESS):
-                    fresh = {next(places): one for one in some}
-                    found.update(fresh)
-                    for number in {wanted[at].source for at in fresh}:
-                        of_source = {wanted[at].key: one for at, one in fresh.items() if wanted[at].source == number}
-                        self._files[number].save(of_source)
+                    yield {next(places): length for length in some}
                     bar.update(len(some))
-            return found
 
-        for found in self._comm.results_of_all(of_this_rank):
-            for at, one in found.items():
-                known[at] = one
-        return [length or 0 for length in known]
+        return [length or 0 for length in self._numbers([(one.key, one.source) for one in wanted], measured)]
 
-    def _known(self, wanted: Sequence[tuple[Any, ...]]) -> list[int | None]:
-        """Return what the first rank remembers for these keys, each with its source."""
-        return self._comm.results_of_all(lambda: [self._files[source].get(key) for key, source, *_ in wanted])[0]
+    def _numbers(
+        self, wanted: Sequence[tuple[bytes, int]], found: Callable[[list[int]], Iterator[dict[int, int | None]]]
+    ) -> list[int | None]:
+        """Return the number of each key of a source. Each rank finds and remembers some of the unknown ones."""
+        known = self._comm.results_of_all(lambda: [self._files[source].get(key) for key, source in wanted])[0]
+        missing = [at for at, number in enumerate(known) if number is None]
+
+        def of_this_rank() -> dict[int, int | None]:
+            of_rank: dict[int, int | None] = {}
+            for some in found(missing[self._comm.rank :: self._comm.num_ranks]):
+                of_rank |= some
+                for source in {wanted[at][1] for at in some}:
+                    of_source = {wanted[at][0]: number for at, number in some.items() if wanted[at][1] == source}
+                    self._files[source].save(of_source)
+            return of_rank
+
+        for of_rank in self._comm.results_of_all(of_this_rank):
+            for at, number in of_rank.items():
+                known[at] = number
+        return known
 
     def _place(self, rows: _Rows, row: int) -> tuple[int, int]:
         source = int(np.searchsorted(rows.first, row, side="right")) - 1
@@ -389,22 +387,15 @@ class _PrefixPass:
     def _checked(self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]], prefix: NDArray[np.int32]) -> list[bool]:
         """Encode two rows of some groups of each source in full. Returns, for each source, whether all are equal."""
         pairs = [pair for number in range(len(self._given)) for pair in self._pairs(rows, of_groups, prefix, number)]
-        wanted = [(self._check_key(rows, one, other), source, one, other) for source, one, other in pairs]
-        known = self._known(wanted)
-        missing = [at for at, one in enumerate(known) if one is None]
+        wanted = [(self._check_key(rows, one, other), source) for source, one, other in pairs]
 
-        def of_this_rank() -> dict[int, int | None]:
-            found: dict[int, int | None] = {}
-            for at in missing[self._comm.rank :: self._comm.num_ranks]:
-                key, source, one, other = wanted[at]
-                found[at] = self._is_same(rows, one, other, int(prefix[one]))
-                self._files[source].save({key: found[at]})
-            return found
+        def compared(mine: list[int]) -> Iterator[dict[int, int | None]]:
+            for at in mine:
+                _, one, other = pairs[at]
+                yield {at: self._is_same(rows, one, other, int(prefix[one]))}
 
-        for found in self._comm.results_of_all(of_this_rank):
-            for at, is_same in found.items():
-                known[at] = is_same
-        differing = {source for (_, source, *_), is_same in zip(wanted, known, strict=True) if is_same == 0}
+        of_pairs = zip(pairs, self._numbers(wanted, compared), strict=True)
+        differing = {source for (source, *_), is_same in of_pairs if is_same == 0}
         return [number not in differing for number in range(len(self._given))]
 
     def _pairs(

@@ -176,17 +176,16 @@ def test_template_whose_rows_differ_after_all_shares_nothing(template, tmp_path)
     assert [one.cause for one in found.prefixes.alone] == [Alone.CANNOT]
 
 
-def test_second_start_encodes_nothing_and_reads_no_image(template, tmp_path, encoded, monkeypatch):
+def test_second_start_encodes_nothing_to_find_prefixes(template, tmp_path, monkeypatch):
     """SHARE-48: and a changed image is looked at again."""
     paths = [photo(tmp_path, name, 320, 240, seed=n) for n, name in enumerate("abc")]
     rows = [*questions(paths), *(text_row(str(n)) for n in range(3))]
     (cold,) = shared(template, [source(rows)], tmp_path / "cache")
-    assert encoded
-    encoded.clear()
+    assert cold.prefixes.num_sharing == 9
     with monkeypatch.context() as patched:
-        patched.setattr("PIL.Image.open", lambda *args, **options: pytest.fail("read"))
+        for owner, name in ((pass_of_prefixes._GroupWork, "_length"), (pass_of_prefixes._PrefixPass, "_is_same")):
+            patched.setattr(owner, name, lambda *_: pytest.fail("encoded"))
         (warm,) = shared(template, [source(rows)], tmp_path / "cache")
-    assert not encoded
     assert (cold.prefixes.key == warm.prefixes.key).all()
     assert (cold.prefixes.length == warm.prefixes.length).all()
     photo(tmp_path, "a", 600, 600)
