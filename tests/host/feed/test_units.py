@@ -13,7 +13,7 @@ from swift_vlpack.attention.prepare import prepare_model
 from swift_vlpack.errors import BoundaryError
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.dataset import PackingDataset
-from swift_vlpack.feed.units import SHARED
+from swift_vlpack.feed.units import SHARED, Unit
 from swift_vlpack.rows.contents import NO_LABEL, media_spans
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import PIXELS, MediaTokens
@@ -303,6 +303,14 @@ def test_rows_of_a_unit_whose_first_row_breaks_go_on_without_it(loaded, tmp_path
     assert len(with_pixels) == 1
     assert sum(SHARED in sample for sample in pack) == len(of_image) - 2
     assert Collator(template).sequence(pack)["input_ids"].shape[-1] == pack.record.num_tokens
+
+
+def test_rows_of_a_unit_whose_first_row_does_not_fit_go_on_without_it():
+    """SHARE-8: the next row brings the pixels, and the others are its branches."""
+    pixels = torch.ones(2, 3)
+    unit = Unit([{"name": "a", "pixel_values": pixels}, {"name": "b"}, {"name": "c"}], prefix=4)
+    assert unit.in_pack([1, 2]) == [{"name": "b", "pixel_values": pixels}, {"name": "c", SHARED: 4}]
+    assert unit.in_pack([]) == []
 
 
 def test_sounds_that_are_as_long_as_the_sequence_stay_whole(loaded, tmp_path, monkeypatch):
