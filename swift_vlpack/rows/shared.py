@@ -75,11 +75,6 @@ class SharedPrefixes:
     def __len__(self) -> int:
         return len(self.key)
 
-    @classmethod
-    def none(cls, num_rows: int) -> SharedPrefixes:
-        """Make the value for rows that share nothing."""
-        return cls(np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int32))
-
     @property
     def of_rows(self) -> Prefixes:
         """Return the part that a plan needs."""
