@@ -114,9 +114,6 @@ class PackingConfig:
         decides=_OF_PACKS,
         is_new=True,
     )
-    packing_share_min: int = _option(
-        64, "fewest tokens of a system prompt that rows without media share", decides=_OF_PACKS, is_new=True
-    )
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_OF_PACKS)
     packing_min_fill_ratio: float = _option(
         0.65,
@@ -283,7 +280,7 @@ class PackingConfig:
 
     def without_sharing(self) -> PackingConfig:
         """Return the same options under `packing_share=none`."""
-        names = ("packing_share", "packing_share_max", "packing_share_min")
+        names = ("packing_share", "packing_share_max")
         usual: dict[str, Any] = {spec.name: spec.default for spec in fields(self) if spec.name in names}
         return replace(self, **usual)
 
@@ -349,10 +346,11 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
             "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
             "len()); set packing_mode=buffer and --max_steps, or load the data sized"
         )
-    if config.shares_media and not (is_sized and config.packing_mode != "buffer"):
+    if config.shares_media and not is_sized:
         raise ConfigError(
-            "packing_share=media needs data with a length and a plan: which rows begin alike is found out before "
-            "training; load the data sized, without packing_mode=buffer, or leave packing_share out"
+            "packing_share=media needs data with a length, and this has none (--streaming true, or an iterable without "
+            "len()): which rows begin alike is found out before training; load the data sized, or leave packing_share "
+            "out"
         )
     return is_sized and config.packing_mode != "buffer"
 
@@ -464,7 +462,7 @@ def _check_choices(config: PackingConfig) -> None:
 
 
 def _check_numbers(config: PackingConfig) -> None:
-    for name in ("packing_length", "packing_buffer", "packing_min_len", "packing_share_min", *CAPS):
+    for name in ("packing_length", "packing_buffer", "packing_min_len", *CAPS):
         value = getattr(config, name)
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in CAPS else ""
@@ -502,17 +500,21 @@ def _check_shared(config: PackingConfig) -> None:
             f"packing_share_max must be at least 2, got {config.packing_share_max}; packing_share=none shares nothing"
         )
     if not config.shares_media:
-        for name in ("packing_share_max", "packing_share_min"):
-            if name in config.changed():
-                raise ConfigError(
-                    f"{name}={getattr(config, name)} has no effect under packing_share=none; set "
-                    "packing_share=media, or leave it out"
-                )
+        if "packing_share_max" in config.changed():
+            raise ConfigError(
+                f"packing_share_max={config.packing_share_max} has no effect under packing_share=none; set "
+                "packing_share=media, or leave it out"
+            )
         return
     if config.packing_strategy == WINDOW:
         raise ConfigError(
             "packing_strategy=window cuts rows wherever a pack is full, and packing_share=media needs whole rows; give "
             "another strategy, or packing_share=none"
+        )
+    if config.packing_mode == "buffer":
+        raise ConfigError(
+            "packing_mode=buffer packs rows as they come, and packing_share=media finds out first which of them begin "
+            "alike; leave packing_mode out, or packing_share"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_vlpack import PackingConfig, plan
-from swift_vlpack.config import checked, option_names
+from swift_vlpack.config import checked, is_planned, option_names
 from swift_vlpack.errors import ConfigError
 from tests.parsed import nodes_of
 
@@ -20,7 +20,6 @@ DESIGN_OPTIONS = {
     "packing_batch": "packs",
     "packing_share": "none",
     "packing_share_max": 16,
-    "packing_share_min": 64,
     "packing_buffer": 512,
     "packing_min_fill_ratio": 0.65,
     "packing_drop_last": True,
@@ -153,7 +152,6 @@ OTHER_VALUES = {
     "packing_batch": "samples",
     "packing_share": "none",
     "packing_share_max": 4,
-    "packing_share_min": 8,
     "packing_strategy": "greedy",
     "packing_buffer": 3,
     "packing_min_fill_ratio": 0.9,
@@ -207,7 +205,7 @@ SHOWN_ELSEWHERE = {
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("packing_overflow", "packing_stride", "packing_min_len"),
     *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to", "packing_batch"),
-    *("packing_share", "packing_share_max", "packing_share_min"),
+    *("packing_share", "packing_share_max"),
 }
 """What these do is shown beside the code that does it."""
 
@@ -299,8 +297,8 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
         ({"packing_share": "images"}, "packing_share must be one of none, media, got 'images'"),
         ({"packing_share_max": 4}, "packing_share_max=4 has no effect under packing_share=none"),
         ({"packing_share": "media", "packing_share_max": 1}, "must be at least 2, got 1; packing_share=none"),
-        ({"packing_share": "media", "packing_share_min": 0}, "packing_share_min must be at least 1"),
         ({"packing_share": "media", "packing_strategy": "window"}, "packing_share=media needs whole rows"),
+        ({"packing_share": "media", "packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
     ],
 )
 def test_sharing_without_effect_is_refused(options, message):
@@ -309,7 +307,15 @@ def test_sharing_without_effect_is_refused(options, message):
         PackingConfig(packing_length=8, **options)
 
 
-NEW = {"packing_batch": "samples", "packing_share": "media", "packing_share_max": 4, "packing_share_min": 8}
+def test_streams_share_nothing():
+    """SHARE-2: with the way out."""
+    config = PackingConfig(packing_length=8, packing_share="media")
+    assert is_planned(config, is_sized=True)
+    with pytest.raises(ConfigError, match=r"packing_share=media needs data with a length.*load the data sized, or"):
+        is_planned(config, is_sized=False)
+
+
+NEW = {"packing_batch": "samples", "packing_share": "media", "packing_share_max": 4}
 
 
 def test_every_option_says_what_it_decides_and_a_resume_keeps_all_but_those_of_the_run():

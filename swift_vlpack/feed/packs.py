@@ -15,14 +15,13 @@ import torch
 from swift_vlpack.attention.prepare import check_ready, refuse_flat_attention
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.feed.units import IN_PREFIX, SHARED
+from swift_vlpack.feed.units import SHARED
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord
-from swift_vlpack.rows.sizes import RowSize
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 
@@ -117,7 +116,7 @@ def packed_samples(
         number=number,
         sample_ids=tuple(sample["sample_id"] for sample in samples),
         lengths=tuple(size.length for size in sizes),
-        num_images=sum(map(_images_beside, samples, sizes)),
+        num_images=sum(size.images for size, num_shared in zip(sizes, shared, strict=True) if not num_shared),
         single_long=len(sizes) == 1 and is_single_long(*sizes[0][:3], config),
         left_out=tuple(left_out),
         sequence_multiple=config.sequence_multiple,
@@ -125,10 +124,3 @@ def packed_samples(
         num_apart=num_apart,
     )
     return PackedSamples(samples, record)
-
-
-def _images_beside(sample: Encoded, size: RowSize) -> int:
-    """Count the images that a sample does not share with the sample before it."""
-    if SHARED not in sample:
-        return size.images
-    return size.images - sample[IN_PREFIX].images if IN_PREFIX in sample else 0

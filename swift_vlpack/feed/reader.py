@@ -6,7 +6,6 @@ import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
@@ -14,13 +13,12 @@ from torch.utils.data import Dataset, get_worker_info
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.packs import packed_samples
-from swift_vlpack.feed.units import Unit, UnitsOfPack, has_pixels
+from swift_vlpack.feed.units import Unit, UnitsOfPack
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
-from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.media import media
-from swift_vlpack.rows.prefixes import has_media_after
+from swift_vlpack.rows.prefixes import has_pixels
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError
 from swift_vlpack.rows.sizes import RowSize
@@ -46,10 +44,6 @@ class PackReader(Dataset[PackedSamples]):
         """Return the number of packs of an epoch, over all ranks, which a trainer shows."""
         return self._num_packs
 
-    @cached_property
-    def _tokens(self) -> MediaTokens:
-        return MediaTokens.of(self.dataset.template)
-
     def __getstate__(self) -> dict[str, Any]:
         unsized = self.dataset.with_sources(
             [replace(source, sizes=None, prefixes=None) for source in self.dataset.sources]
@@ -60,7 +54,7 @@ class PackReader(Dataset[PackedSamples]):
         """Encode the samples of a pack. A sample that is longer than planned and no longer fits is left out."""
         left_out: list[LeftOut] = []
         shared = (*(address.shared or (0,) * len(address.samples)), 0)
-        units = UnitsOfPack(self._tokens)
+        units = UnitsOfPack()
         encoded = self.encoded(address, may_lack_pixels=True)
         for at, (where, size, sample) in enumerate(zip(address.samples, address.sizes, encoded, strict=True)):
             if not shared[at]:
@@ -68,7 +62,7 @@ class PackReader(Dataset[PackedSamples]):
             elif (
                 not isinstance(sample, SampleError)
                 and not has_pixels(sample)
-                and units.lacks_pixels(sample, shared[at])
+                and not units.can_join(sample, shared[at])
             ):
                 sample = self.dataset.sample_or_error(where)
             if isinstance(sample, SampleError):
@@ -148,8 +142,8 @@ class PackReader(Dataset[PackedSamples]):
 
         Images are decoded outside of Python's lock, and texts are encoded inside of it: threads would only pass it on.
         Threads draw random numbers in no order, so the rows of a template that draws are encoded one after the other.
-        `num_shared` has the tokens that each row shares with the row before it. A branch without media of its own is
-        encoded without pixels, unless the template draws: then its image may come out different.
+        `num_shared` has the tokens that each row shares with the row before it. A branch is encoded without pixels,
+        unless the template draws: then its image may come out different.
         """
         places, name = cut + whole, (self.seed, address.epoch, address.number)
         num_threads = min(len(places), threads_per_worker())
@@ -184,9 +178,7 @@ class PackReader(Dataset[PackedSamples]):
 
     def _row(self, where: Address, row: Row | None, num_shared: int) -> Encoded | SampleError:
         branch = self.dataset.encode_branch(where, row) if num_shared else None
-        if branch is None or has_media_after(branch, num_shared, self._tokens):
-            return self.dataset.sample_or_error(where, row)
-        return branch
+        return self.dataset.sample_or_error(where, row) if branch is None else branch
 
     def _row_to_cut(self, where: Address, row: Row | None, epoch: int) -> Encoded | SampleError:
         """Encode a row with random numbers of its own, so that all packs with parts of it get the same tokens."""

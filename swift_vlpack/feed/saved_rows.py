@@ -43,7 +43,7 @@ NUM_PLANNED_COLUMNS = 3
 _PREFIXES = {"prefix_keys": "<u8", "prefix_lengths": "<i4"}
 """Names and types of the arrays that say which rows share a prefix."""
 _OWN_MEDIA = "prefix_own_media"
-"""Name of the array with images and patches after prefixes. It is missing if no row has media after its prefix."""
+"""Name of an array of earlier versions: images and patches that rows have after their prefix."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -206,8 +206,6 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
             of_rows: tuple[NDArray[Any], ...] = source.prefixes.key, source.prefixes.length
             columns = zip(_PREFIXES.items(), of_rows, strict=True)
             arrays |= {f"{name}{number}": array.astype(kind) for (name, kind), array in columns}
-            if source.prefixes.own_media is not None:
-                arrays[f"{_OWN_MEDIA}{number}"] = source.prefixes.own_media.astype("<i4")
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
@@ -237,10 +235,12 @@ def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons:
         key, length = (arrays[f"{word}{number}"] for word in _PREFIXES)
         if not len(key) == len(length) == columns.shape[1]:
             raise ValueError(f"{len(key)} prefixes of {columns.shape[1]} rows")
-        own_media = arrays[f"{_OWN_MEDIA}{number}"].astype(np.int32) if f"{_OWN_MEDIA}{number}" in arrays else None
-        if own_media is not None and own_media.shape != (2, len(key)):
-            raise ValueError(f"images and patches of {own_media.shape} for {len(key)} rows")
-        prefixes = SharedPrefixes(key.astype(np.uint64), length.astype(np.int32), own_media=own_media)
+        if f"{_OWN_MEDIA}{number}" in arrays:
+            raise StateMismatch(
+                f"rows of {name} share only some of their media, which is gone: finish the run with the version that "
+                "saved it, or start without --resume_from_checkpoint"
+            )
+        prefixes = SharedPrefixes(key.astype(np.uint64), length.astype(np.int32))
     contents, numbers = arrays[f"contents{number}"], arrays[f"numbers{number}"]
     return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers, prefixes=prefixes)
 
@@ -293,8 +293,7 @@ def _with_prefixes(source: RowSource, saved: SavedSource) -> RowSource:
     now, then = source.prefixes, saved.prefixes
     if then is None or now is None:
         return source
-    both = zip((now.key, now.length, now.own_media), (then.key, then.length, then.own_media), strict=True)
-    if all(one is other if one is None or other is None else np.array_equal(one, other) for one, other in both):
+    if np.array_equal(now.key, then.key) and np.array_equal(now.length, then.length):
         return source
     return replace(source, prefixes=then)
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from swift_vlpack.attention.packed_sequence import tensor_of
 from swift_vlpack.errors import BoundaryError
-from swift_vlpack.feed.units import IN_PREFIX, SHARED
+from swift_vlpack.feed.units import SHARED
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.families import PIXELS as PIXELS_OF_FAMILIES
-from swift_vlpack.rows.prefixes import MediaInPrefix
 from swift_vlpack.rows.samples import Encoded
 
 TYPES = "mm_token_type_ids"
@@ -42,14 +41,12 @@ def packed_sequence(
     samples = completed(padded(template, samples or [placeholder(template)], multiple))
     lengths = tuple(int(sample["length"]) for sample in samples)
     shared = tuple(int(sample.pop(SHARED, 0)) for sample in samples)
-    inside = [sample.pop(IN_PREFIX, None) for sample in samples]
     with layout(template, packed=True):
         # Copies, because templates take fields out of the samples that they join.
         sequence = template.data_collator([[{**sample} for sample in samples]])
     check_sequence(sequence, Boundaries(lengths), name)
     if any(shared):
-        media = _MediaOfBranches(samples, shared, inside, name)
-        return _with_branches(sequence, media, Boundaries.of_samples(lengths, shared))
+        return _with_branches(sequence, samples, shared, name)
     return sequence if "cu_seq_lens_q" in sequence else sequence | boundary_tensors(Boundaries(lengths))
 
 
@@ -108,65 +105,48 @@ def boundary_tensors(boundaries: Boundaries) -> dict[str, torch.Tensor]:
 # -- prefixes that samples share --------------------------------------------------------------------------------------
 
 
-class _MediaOfBranches(NamedTuple):
-    """Samples of a sequence, with the media that each shares with the sample before it."""
-
-    samples: list[Encoded]
-    shared: tuple[int, ...]
-    """Number of tokens that each sample shares with the sample before it."""
-    inside: list[MediaInPrefix | None]
-    """The media in the prefix of each sample; None if the prefix has all media of the sample."""
-    name: str
-    """The name of the sequence in errors."""
-
-    def once(self, field: str, value: Any) -> Any:
-        """Return a field with one entry for each medium, without the entries that later samples of a unit repeat.
-
-        Raises:
-            BoundaryError: `value` is not simply the entries of all samples, one after the other.
-        """
-        every, once = [], []
-        for sample, num_shared, inside in zip(self.samples, self.shared, self.inside, strict=True):
-            if sample.get(field) is None or not len(sample[field]):
-                continue
-            every.append(sample[field])
-            if not num_shared:
-                once.append(sample[field])
-            elif inside is not None:
-                once.append(sample[field][inside.entries[field] :])
-        if isinstance(value, torch.Tensor) and torch.equal(value, torch.cat(every)):
-            return torch.cat(once)
-        if isinstance(value, list) and value == [entry for entries in every for entry in entries]:
-            return [entry for entries in once for entry in entries]
-        raise BoundaryError(
-            f"{self.name}: the template joined {field} of its samples in an unknown way, so no prefix can be shared; "
-            "set packing_share=none"
-        )
-
-
-def _with_branches(whole: dict[str, Any], media: _MediaOfBranches, boundaries: Boundaries) -> dict[str, Any]:
+def _with_branches(whole: dict[str, Any], samples: list[Encoded], shared: tuple[int, ...], name: str) -> dict[str, Any]:
     """Take the prefixes that samples repeat out of a sequence of whole samples.
 
-    Each token keeps the positions, type and label that the template gave it in its row alone. Pixels of a prefix are
-    there once already, because branches bring only their own pixels (`units.divided`).
+    `shared` has the tokens that each sample shares with the one before it. Each token keeps the positions, type and
+    label that the template gave it in its row alone. Pixels of a prefix are there once already, because branches bring
+    none.
     """
-    ends = torch.tensor([0, *(int(sample["length"]) for sample in media.samples)]).cumsum(0)
-    starts_and_ends = zip(ends, ends[1:], media.shared, strict=False)
+    lengths = [int(sample["length"]) for sample in samples]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    starts_and_ends = zip(ends, ends[1:], shared, strict=False)
     kept = torch.cat([torch.arange(int(start) + num, int(stop)) for start, stop, num in starts_and_ends])
     num_whole = int(ends[-1])
     made = {}
     for field, value in whole.items():
         if field in OF_MEDIA and value is not None:
-            made[field] = value if field in PIXELS_OF_FAMILIES else media.once(field, value)
-        elif (
-            isinstance(value, torch.Tensor) and value.shape[-1:] == (num_whole,) and _is_per_token(field, media.samples)
-        ):
+            made[field] = value if field in PIXELS_OF_FAMILIES else _once(field, value, samples, shared, name)
+        elif isinstance(value, torch.Tensor) and value.shape[-1:] == (num_whole,) and _is_per_token(field, samples):
             made[field] = value.index_select(-1, kept)
         else:
             made[field] = value
+    boundaries = Boundaries.of_samples(lengths, shared)
     made |= boundary_tensors(boundaries)
-    _check_positions(made, boundaries, media.name)
+    _check_positions(made, boundaries, name)
     return made
+
+
+def _once(field: str, value: Any, samples: list[Encoded], shared: tuple[int, ...], name: str) -> Any:
+    """Return a field with one entry for each medium, without the entries that later samples of a unit repeat.
+
+    Raises:
+        BoundaryError: `value` is not simply the entries of all samples, one after the other.
+    """
+    given = [(sample[field], num) for sample, num in zip(samples, shared, strict=True) if sample.get(field) is not None]
+    every, once = [value for value, _ in given], [value for value, num_shared in given if not num_shared]
+    if isinstance(value, torch.Tensor) and torch.equal(value, torch.cat(every)):
+        return torch.cat(once)
+    if isinstance(value, list) and value == [entry for entries in every for entry in entries]:
+        return [entry for entries in once for entry in entries]
+    raise BoundaryError(
+        f"{name}: the template joined {field} of its samples in an unknown way, so no prefix can be shared; set "
+        "packing_share=none"
+    )
 
 
 def _is_per_token(field: str, samples: list[Encoded]) -> bool:

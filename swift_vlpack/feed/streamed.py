@@ -158,7 +158,6 @@ class _Buffer:
         number                  a whole row, by its number in the share (0, 1, 2 ...)
         (number, part)          a part of a row
         (number, *span)         a part under the strategy `window`, where the row alone does not determine its parts
-
     """
 
     def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int, encoder: RowEncoder) -> None:

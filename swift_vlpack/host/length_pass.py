@@ -21,7 +21,7 @@ from swift_vlpack.lengths.cache_folder import UNREACHABLE_URLS, About, lengths_f
 from swift_vlpack.lengths.context import dependencies_of, digest_of
 from swift_vlpack.lengths.failures import log_failures, log_surplus_tags
 from swift_vlpack.lengths.measure import Progress, measure
-from swift_vlpack.lengths.prefixes import SharingLimits, SourceToShare, with_prefixes
+from swift_vlpack.lengths.prefixes import SourceToShare, with_prefixes
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.source import RowSource, rows_in_turn
@@ -41,21 +41,20 @@ def with_all_lengths(
     cache_dir: str | None = None,
     *,
     in_full: bool = False,
-    sharing: SharingLimits | None = None,
+    share_within: int | None = None,
 ) -> list[RowSource]:
     """Measure the rows of all sources, with one progress bar on rank 0.
 
-    With `in_full`, every row is encoded in full, unless an earlier start has done so. With `sharing`, also find the
-    rows that begin with the same media.
+    With `in_full`, every row is encoded in full, unless an earlier start has done so. With `share_within`, also find
+    the rows that begin with the same media and have fewer tokens than that.
     """
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
     with _without_model(encoder.template):
         with Progress(num_rows, is_shown=is_master()) as progress:
             measured = [_measured(source, encoder, args, cache_dir, progress, in_full=in_full) for source in sources]
-        if sharing is None:
+        if share_within is None:
             return [one.source for one in measured]
-        folder = lengths_folder(cache_dir, os.environ)
-        return with_prefixes(measured, sharing, ranks.RanksOfRun(), folder=folder, is_shown=is_master())
+        return with_prefixes(measured, share_within, ranks.RanksOfRun(), is_shown=is_master())
 
 
 @contextmanager

@@ -45,7 +45,6 @@ from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
-from swift_vlpack.lengths.prefixes import SharingLimits
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
@@ -112,7 +111,7 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
         encoder,
         args,
         config.packing_cache_dir,
-        sharing=SharingLimits.of(config) if config.shares_media else None,
+        share_within=config.packing_length if config.shares_media else None,
     )
     compare_lengths(measured, template, plugins)
     return fused(measured, template, args, config)

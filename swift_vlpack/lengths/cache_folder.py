@@ -2,7 +2,7 @@
 
 For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths` and `.details`
 (`cache.py`), `.prefixes` (`prefixes.py`), `.about`, which names their source and model, and `.damaged-PID`, a file that
-was set aside. All sources share media.digests (`media_digests.py`) and unreachable.urls.
+was set aside. All sources share unreachable.urls. Earlier versions also wrote media.digests.
 A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 
@@ -23,12 +23,11 @@ from swift_vlpack.files import write_json
 from swift_vlpack.lengths.length_file import MAGIC, read_records
 
 UNREACHABLE_URLS = "unreachable.urls"
-MEDIA_DIGESTS = "media.digests"
 _OF_SOURCE = re.compile(
     r"(?P<stem>.+?-[0-9a-f]{12})\."
     r"(?P<kind>lengths|prefixes|details|about|damaged-\d+)"
 )
-_SHARED = re.compile(rf"{re.escape(UNREACHABLE_URLS)}|{re.escape(MEDIA_DIGESTS)}")
+_SHARED = re.compile(rf"{re.escape(UNREACHABLE_URLS)}|media\.digests")
 _BINARY = ("lengths", "prefixes")
 _ABOUT = ".about"
 

@@ -1,14 +1,11 @@
 """Find the prefixes that rows share, before training and without pixels.
 
-The pass has five steps. In each step every rank works on its share of the rows, and all ranks get the same result:
+The pass has four steps. In each step every rank works on its share of the rows, and all ranks get the same result:
 
-1. Read the head of every row (`rows/prefixes.py`), and find out which
-   media are the same (`media_digests.py`).
-2. Group the rows of all sources by head and media. A group of two or more rows has a prefix.
+1. Read the head of every row (`rows/prefixes.py`).
+2. Group the rows of all sources by the keys of their heads. A group of two or more rows has a prefix.
 3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
 4. Encode some rows of each source in full, to see that the prefix is the same in every row of a group.
-5. Group the remaining rows with several media by their first media, the groups with most media first. Repeat steps 3
-   and 4 for these groups.
 
 A row may share with no other row although another row has its medium. Such rows are counted by cause, and the log says
 for each cause what a user can do.
@@ -18,10 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,27 +32,13 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.lengths import forked
 from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, Records
 from swift_vlpack.lengths.measure import Progress
-from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import MediaTokens, refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.media import image_urls
-from swift_vlpack.rows.prefixes import (
-    FileState,
-    FirstMedia,
-    Head,
-    HeadReader,
-    Prefix,
-    first_media_of,
-    have_same_prefix,
-    medium_of,
-    path_of,
-    prefix_of,
-    prefix_of_system,
-    rows_of_probes,
-)
+from swift_vlpack.rows.prefixes import Head, HeadReader, how_prefixes_differ, prefix_of
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import SampleError
 from swift_vlpack.rows.shared import Alone, SharedPrefixes, counted_causes
@@ -88,34 +73,15 @@ class SourceToShare(NamedTuple):
         return by_header or self.encoders.in_full
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharingLimits:
-    """The options that decide which rows may share."""
-
-    packing_length: int
-    least_system_tokens: int
-    """`packing_share_min`: fewest tokens of a system turn that rows without media share."""
-
-    @classmethod
-    def of(cls, config: PackingConfig) -> SharingLimits:
-        """Read the options."""
-        return cls(packing_length=config.packing_length, least_system_tokens=config.packing_share_min)
-
-
 def with_prefixes(
-    given: Sequence[SourceToShare],
-    limits: SharingLimits,
-    comm: Comm = ALONE,
-    *,
-    folder: Path | None = None,
-    is_shown: bool = False,
+    given: Sequence[SourceToShare], packing_length: int, comm: Comm = ALONE, *, is_shown: bool = False
 ) -> list[RowSource]:
     """Return the sources with the prefixes that their rows share, and log how many rows share. All ranks must call it.
 
-    Digests of files are remembered in `folder`. `is_shown` shows a progress bar.
+    `is_shown` shows a progress bar.
     """
     with Progress(is_shown=is_shown) as progress:
-        found = _PrefixPass(given, limits, comm, folder, progress).found()
+        found = _PrefixPass(given, packing_length, comm, progress).found()
     sources = [replace(one.source, prefixes=prefixes) for one, prefixes in zip(given, found, strict=True)]
     if comm.rank == 0:
         for source in sources:
@@ -132,7 +98,7 @@ def sharing_rows(rows: FusionCaptionDataset, config: PackingConfig) -> FusionCap
         SourceToShare(source, Encoders(by_header=None, in_full=encoder))
         for source, encoder in zip(rows.sources, rows.encoders, strict=True)
     ]
-    return rows.with_sources(with_prefixes(given, SharingLimits.of(config)))
+    return rows.with_sources(with_prefixes(given, config.packing_length))
 
 
 def log_sharing(source: RowSource) -> None:
@@ -163,17 +129,13 @@ class Heads(NamedTuple):
     """The heads of some rows of a source, in arrays."""
 
     indices: NDArray[np.int64]
-    digests: Keys
-    causes: NDArray[np.uint8]
-    has_digest: NDArray[np.bool_]
-    num_names: NDArray[np.int64]
-    names_at: NDArray[np.int64]
-    """The media of all rows one after the other, as indices into `names`."""
-    num_bytes: NDArray[np.int64]
-    first_media: NDArray[np.uint8]
-    """The `FirstMedia` of all rows as bytes, one row after the other; `num_bytes` has the bytes of each row."""
-    names: list[str]
-    files: dict[str, FileState]
+    keys: Keys
+    """The key of each row; zeros for a row that cannot share."""
+    all_media: Keys
+    """A digest of all media of each row."""
+    num_media: NDArray[np.int64]
+    media: Keys
+    """The digests of the different media of each row, one row after the other."""
 
 
 class _HeadTask(NamedTuple):
@@ -189,95 +151,64 @@ class _HeadWork:
 
     def __call__(self, task: _HeadTask) -> Heads:
         source, reader = self._sources[task.source], self._readers[task.source]
-        return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
+        return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())])
 
 
-def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> Heads:
-    names: dict[str, int] = {}
-    places = [names.setdefault(name, len(names)) for head in heads for name in head.media]
-    first = [b"".join([one.to_bytes() for one in head.first]) if head.first else b"" for head in heads]
+def _heads(indices: NDArray[np.int64], heads: Sequence[Head]) -> Heads:
+    media = [[*dict.fromkeys(head.media)] for head in heads]
     return Heads(
         indices,
-        np.frombuffer(b"".join(head.digest or bytes(16) for head in heads), KEY),
-        np.array([head.cause for head in heads], np.uint8),
-        np.array([bool(head.digest) for head in heads], bool),
-        np.array([len(head.media) for head in heads], np.int64),
-        np.array(places, np.int64),
-        np.array(list(map(len, first)), np.int64),
-        np.frombuffer(b"".join(first), np.uint8),
-        list(names),
-        reader.take_files(),
+        np.frombuffer(b"".join(head.key or bytes(KEY.itemsize) for head in heads), KEY),
+        np.frombuffer(b"".join(_digest(b"".join(head.media)) for head in heads), KEY),
+        np.array(list(map(len, media)), np.int64),
+        np.frombuffer(b"".join(medium for of_row in media for medium in of_row), KEY),
     )
 
 
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=KEY.itemsize).digest()
+
+
 class _Rows:
-    """The heads of all rows of all sources, joined: one number for every row, one for every medium."""
+    """The heads of all rows of all sources: one number for every row."""
 
     def __init__(self, sources: Sequence[RowSource], of_tasks: Sequence[tuple[int, Heads]]) -> None:
         self.first = np.cumsum([0, *(len(source.rows) for source in sources)])
-        num_rows = int(self.first[-1])
-        self.digests = np.zeros(num_rows, KEY)
-        self.causes = np.zeros(num_rows, np.uint8)
-        self.has_digest = np.zeros(num_rows, bool)
-        self.media: list[tuple[int, ...]] = [()] * num_rows
-        self.first_media: dict[int, bytes] = {}
-        """By row with several media, its `FirstMedia` as bytes (`first_media_of` reads them)."""
-        names: dict[str, int] = {}
-        self.files: dict[str, FileState] = {}
+        self.keys = np.zeros(int(self.first[-1]), KEY)
+        self._all_media = np.zeros(len(self.keys), KEY)
+        rows, media = [np.zeros(0, np.int64)], [np.zeros(0, KEY)]
         for source, heads in of_tasks:
-            rows = heads.indices + self.first[source]
-            self.digests[rows], self.causes[rows] = heads.digests, heads.causes
-            self.has_digest[rows] = heads.has_digest
-            numbers = np.array([names.setdefault(name, len(names)) for name in heads.names], np.int64)
-            ids, ends = numbers[heads.names_at].tolist() if len(numbers) else [], np.cumsum(heads.num_names).tolist()
-            for row, start, end in zip(rows.tolist(), [0, *ends], ends, strict=False):
-                if end > start:
-                    self.media[row] = tuple(ids[start:end])
-            content, ends = heads.first_media.tobytes(), np.cumsum(heads.num_bytes)
-            for at in np.flatnonzero(heads.num_bytes).tolist():
-                self.first_media[int(rows[at])] = content[int(ends[at] - heads.num_bytes[at]) : int(ends[at])]
-            for path, state in heads.files.items():
-                self.files.setdefault(path, state)
-        self.names = list(names)
+            here = heads.indices + self.first[source]
+            self.keys[here], self._all_media[here] = heads.keys, heads.all_media
+            rows.append(np.repeat(here, heads.num_media))
+            media.append(heads.media)
+        self._row, self._medium = np.concatenate(rows), np.concatenate(media)["high"]  # of each medium in a row
 
     def __len__(self) -> int:
-        return len(self.media)
+        return len(self.keys)
 
-    def merge_equal_files(self, digests: dict[str, str]) -> None:
-        """Give media with the same bytes one number, and put the digest or the state of the file into their names."""
-        names: dict[str, int] = {}
-        merged = []
-        for name in self.names:
-            path = path_of(name)
-            if path is not None:
-                # The name includes the state of the file: if the file changes, the remembered length of its prefix is
-                # not found.
-                content = digests.get(path) or f"{path}\n{tuple(self.files[path])}"
-                name = f"{name[0]}c{content}"
-            merged.append(names.setdefault(name, len(names)))
-        self.names = list(names)
-        self.media = [tuple([merged[one] for one in of_row]) if of_row else () for of_row in self.media]
+    @property
+    def has_key(self) -> NDArray[np.bool_]:
+        """Mark the rows that can share with a row of the same key."""
+        return np.asarray(self.keys["high"] != 0)
 
-    @cached_property
-    def digests_of_names(self) -> list[bytes]:
-        """Return a digest of each name; only after `merge_equal_files`."""
-        return [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest() for name in self.names]
+    def have_medium_in_common(self, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Mark the rows `among` these with a medium that another of them has."""
+        inside = among[self._row]
+        found = np.zeros(len(self), bool)
+        found[self._row[inside][_is_repeated(self._medium[inside])]] = True
+        return found
 
-    def keys(self) -> Keys:
-        """Return the key of each row: equal for rows that may share; zeros for a row that shares with no other row."""
-        keys = np.zeros(len(self), KEY)
-        digests = self.digests_of_names
-        packed = self.digests.tobytes()
-        made = bytearray(keys.nbytes)
-        for row in np.flatnonzero(self.has_digest).tolist():
-            content = packed[16 * row : 16 * row + 16] + b"".join([digests[one] for one in self.media[row]])
-            made[16 * row : 16 * row + 16] = hashlib.blake2b(content, digest_size=16).digest()
-        return np.frombuffer(made, KEY)
+    def have_all_media_in_common(self, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Mark the rows `among` these with exactly the media of another of them."""
+        found = np.zeros(len(self), bool)
+        found[among] = _is_repeated(self._all_media["high"][among])
+        return found
 
-    def key_of(self, row: int, beginning: FirstMedia) -> bytes:
-        """Return the key of a row's beginning, which equals the key of a row that has only these media."""
-        names = [self.digests_of_names[one] for one in beginning.of(self.media[row])]
-        return hashlib.blake2b(beginning.digest + b"".join(names), digest_size=16).digest()
+
+def _is_repeated(values: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    _, where, numbers = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray(numbers[where] > 1)
 
 
 # -- lengths of prefixes ----------------------------------------------------------------------------------------------
@@ -290,17 +221,10 @@ class _Wanted(NamedTuple):
     """The key under which its length is remembered."""
     source: int
     row_index: int
-    has_media: bool
-    beginning: FirstMedia | None = None
-    """The part of the row that is the prefix; None if the prefix has all media of the row."""
-
-
-class _GroupTask(NamedTuple):
-    wanted: list[_Wanted]
 
 
 class _GroupWork:
-    """Counts the tokens of prefixes."""
+    """Counts the tokens of prefixes; 0 for one that cannot be shared, None for one that could not be encoded."""
 
     def __init__(self, given: Sequence[SourceToShare]) -> None:
         self._given = given
@@ -309,154 +233,88 @@ class _GroupWork:
     def _tokens(self) -> list[MediaTokens]:
         return [MediaTokens.of(one.encoders.in_full.template) for one in self._given]
 
-    def __call__(self, task: _GroupTask) -> list[Prefix]:
+    def __call__(self, task: list[_Wanted]) -> list[int | None]:
         self._fetch(task)
-        return [self._prefix(one) for one in task.wanted]
+        return [self._length(one) for one in task]
 
-    def _fetch(self, task: _GroupTask) -> None:
+    def _fetch(self, task: list[_Wanted]) -> None:
         """Fetch the images that rows name by URL, side by side."""
         for number, one in enumerate(self._given):
             if (urls := one.encoders.urls) is not None:
-                rows = (one.source.row(asked.row_index) for asked in task.wanted if asked.source == number)
+                rows = (one.source.row(asked.row_index) for asked in task if asked.source == number)
                 urls.forget()
                 urls.read((url for row in rows for url in image_urls(row)), whole=one.encoder is one.encoders.in_full)
 
-    def _prefix(self, wanted: _Wanted) -> Prefix:
+    def _length(self, wanted: _Wanted) -> int | None:
         one = self._given[wanted.source]
         row, sample_id = one.source.row(wanted.row_index), one.source.sample_id(wanted.row_index)
-        try:
-            if not wanted.has_media:
-                encode = one.encoders.in_full.sample
-                return prefix_of_system([encode(probe, sample_id, is_watched=True) for probe in rows_of_probes(row)])
-            try:
-                sample = one.encoder.sample(row, sample_id)
-            except SampleError:  # its header gives no size
-                sample = one.encoders.in_full.sample(row, sample_id)
-        except SampleError:
-            return Prefix(0, Alone.CANNOT_BE_ENCODED)
-        prefix = prefix_of(sample, self._tokens[wanted.source], wanted.beginning)
-        # A text model leaves the media of a row alone.
-        return prefix if prefix.length or prefix.cause else Prefix(0, Alone.FAMILY_UNKNOWN)
+        for encoder in (one.encoder, one.encoders.in_full):  # the header may give no size
+            with suppress(SampleError):
+                return prefix_of(encoder.sample(row, sample_id), self._tokens[wanted.source])
+        return None
 
 
 class _PrefixFile:
-    """Remembers the lengths of prefixes by key, in records of the same form as lengths."""
+    """Remembers numbers by key, in records of the same form as lengths."""
 
     def __init__(self, lengths_path: Path | None) -> None:
         self._file = None if lengths_path is None else LengthFile(lengths_path.with_suffix(_SUFFIX))
         records: Records = np.zeros(0, KEYED_SIZE) if self._file is None else self._file.load()
-        self._known = {
-            key.tobytes(): Prefix(length, Alone(cause), images, patches)
-            for key, length, cause, images, patches in zip(
-                records["key"],
-                *(records["size"][name].tolist() for name in ("length", "reason", "images", "patches")),
-                strict=True,
-            )
-            if cause in Alone._value2member_map_
-        }
+        keys = (key.tobytes() for key in records["key"])
+        self._known = dict(zip(keys, records["size"]["length"].tolist(), strict=True))
 
-    def get(self, key: bytes) -> Prefix | None:
+    def get(self, key: bytes) -> int | None:
         return self._known.get(key)
 
-    def save(self, found: dict[bytes, Prefix]) -> None:
+    def save(self, found: dict[bytes, int | None]) -> None:
         # A row that could not be encoded may be encoded at the next start.
-        lasting = {key: one for key, one in found.items() if one.cause is not Alone.CANNOT_BE_ENCODED}
+        lasting = {key: number for key, number in found.items() if number is not None}
         if self._file is None or not lasting:
             return
         records = np.zeros(len(lasting), KEYED_SIZE)
         records["key"] = np.frombuffer(b"".join(lasting), KEY)
-        records["size"]["length"] = [one.length for one in lasting.values()]
-        records["size"]["reason"] = [int(one.cause) for one in lasting.values()]
-        records["size"]["images"] = [one.images for one in lasting.values()]
-        records["size"]["patches"] = [one.patches for one in lasting.values()]
+        records["size"]["length"] = list(lasting.values())
         self._file.append(records)
-
-
-# -- rows that share some of their media ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows that begin with the same media."""
-
-    key: bytes
-    whole: list[int]
-    """Rows with no other media."""
-    partial: dict[int, FirstMedia]
-    """Rows with further media, each with the beginning that it has in common with the group."""
-
-    @property
-    def members(self) -> list[int]:
-        return [*self.whole, *self.partial]
-
-    def is_known(self, length: NDArray[np.int32]) -> bool:
-        """Tell whether step 3 has counted the prefix already, for the rows with no other media."""
-        return bool(self.whole) and bool(length[self.whole[0]])
-
-
-@dataclass(slots=True)
-class _Found:
-    """Collects, for each row, its key, the length of its prefix, and the cause if it shares nothing."""
-
-    key: Keys
-    length: NDArray[np.int32]
-    cause: NDArray[np.uint8]
-    own_media: NDArray[np.int32] | None = None  # (2, num_rows)
-
-    def share(self, group: _Group, prefix: Prefix, sizes: NDArray[np.int64]) -> None:
-        """Note the prefix of a group that shares some of its media. `sizes` has a column for each row of the run."""
-        members, partial = np.array(group.members, np.int64), np.array([*group.partial], np.int64)
-        if not prefix.length:
-            is_unknown = prefix.cause is Alone.FAMILY_UNKNOWN
-            self.cause[members] = Alone.MEDIA_NOT_DIVIDED if is_unknown else prefix.cause
-            return
-        if self.own_media is None:
-            self.own_media = np.zeros((2, len(self.key)), np.int32)
-        self.key[partial] = np.frombuffer(group.key, KEY)
-        self.length[members] = prefix.length
-        self.own_media[:, partial] = sizes[1:3, partial] - np.array([[prefix.images], [prefix.patches]])
 
 
 # -- the pass ---------------------------------------------------------------------------------------------------------
 
 
 class _PrefixPass:
-    def __init__(
-        self,
-        given: Sequence[SourceToShare],
-        limits: SharingLimits,
-        comm: Comm,
-        folder: Path | None,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, given: Sequence[SourceToShare], packing_length: int, comm: Comm, progress: Progress) -> None:
         self._given = given
-        self._limits = limits
         self._comm = comm
-        self._folder = folder
         self._progress = progress
         self._files = [_PrefixFile(one.lengths_path) for one in given]
+        found = [one.source.sizes.lengths for one in given if one.source.sizes is not None]
+        self._lengths = np.concatenate([np.zeros(0, np.int64), *found])
+        self._fits = (self._lengths > 0) & (self._lengths < packing_length)
 
     def found(self) -> list[SharedPrefixes]:
         """Do all steps. Returns the prefixes of each source."""
         rows = self._rows()
-        keys = rows.keys()
-        found = _Found(keys, np.zeros(len(rows), np.int32), rows.causes.copy())
-        length, cause = found.length, found.cause
+        usable = rows.has_key & self._fits
         # The numbers of all rows in their order, so that the first row of a group is the same at every start.
-        of_groups = _groups(keys, self._usable(rows))
-        cause[self._too_long(rows) & rows.has_digest] = Alone.TOO_LONG
-        wanted = [self._wanted(rows, keys[members[0]].tobytes(), int(members[0])) for members in of_groups]
-        for members, prefix in zip(of_groups, self._prefixes(wanted), strict=True):
-            length[members] = prefix.length
-            cause[members] = prefix.cause
-        failed = self._checked(rows, keys, of_groups, length)
-        for number, why in enumerate(failed):
-            here = slice(rows.first[number], rows.first[number + 1])
-            if why is not Alone.NOTHING_SHARED:
-                length[here] = 0
-                cause[here] = np.where(rows.has_digest[here], why, cause[here])
-        self._share_first_media(rows, found)
-        return self._shared(rows, found)
+        of_groups = _groups(rows.keys, usable)
+        prefix = np.zeros(len(rows), np.int32)
+        cannot = ~usable
+        for members, length in zip(of_groups, self._lengths_of_prefixes(rows, of_groups), strict=True):
+            prefix[members] = length
+            cannot[members] = not length
+        for number, is_same in enumerate(self._checked(rows, of_groups, prefix)):
+            if not is_same:
+                here = slice(rows.first[number], rows.first[number + 1])
+                prefix[here], cannot[here] = 0, True
+        shares = (prefix > 0) & (self._lengths > prefix)
+        # A row whose partners have no token after the prefix shares nothing.
+        shares[shares] = _is_repeated(rows.keys["high"][shares])
+        key = np.where(shares, rows.keys["high"], NO_KEY)
+        prefix[~shares] = 0
+        cause = self._causes(rows, shares, usable, cannot)
+        return [
+            SharedPrefixes(key[here], prefix[here], counted_causes(cause[here]))
+            for here in (slice(*ends) for ends in pairwise(rows.first))
+        ]
 
     # -- which rows are of one group
 
@@ -478,65 +336,47 @@ class _PrefixPass:
                     bar.update(len(heads.indices))
             return list(zip(numbers, found, strict=True))
 
-        of_tasks = [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank]
-        rows = _Rows(sources, of_tasks)
-        rows.merge_equal_files(identities(rows.files, self._folder, self._comm))
-        return rows
-
-    def _usable(self, rows: _Rows) -> NDArray[np.bool_]:
-        return rows.has_digest & self._fits()
-
-    def _fits(self) -> NDArray[np.bool_]:
-        lengths = self._lengths()
-        return np.asarray((lengths > 0) & (lengths < self._limits.packing_length))
-
-    def _too_long(self, rows: _Rows) -> NDArray[np.bool_]:
-        return np.asarray(self._lengths() >= self._limits.packing_length)
-
-    def _lengths(self) -> NDArray[np.int64]:
-        found = [one.source.sizes.lengths for one in self._given if one.source.sizes is not None]
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        return _Rows(sources, [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank])
 
     # -- how many tokens a group shares
 
-    def _prefixes(self, wanted: Sequence[_Wanted]) -> list[Prefix]:
-        known = self._comm.results_of_all(lambda: [self._files[source].get(key) for key, source, *_ in wanted])[0]
-        missing = [at for at, one in enumerate(known) if one is None]
-        mine = missing[self._comm.rank :: self._comm.num_ranks]
+    def _lengths_of_prefixes(self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]]) -> list[int]:
+        firsts = [int(members[0]) for members in of_groups]
+        wanted = [_Wanted(rows.keys[row].tobytes(), *self._place(rows, row)) for row in firsts]
 
-        def of_this_rank() -> dict[int, Prefix]:
+        def measured(mine: list[int]) -> Iterator[dict[int, int | None]]:
             tasks = deque(
-                _GroupTask([wanted[at] for at in mine[start : start + _GROUPS_OF_TASK]])
+                [wanted[at] for at in mine[start : start + _GROUPS_OF_TASK]]
                 for start in range(0, len(mine), _GROUPS_OF_TASK)
             )
-            found: dict[int, Prefix] = {}
             places = iter(mine)
             with self._progress.stage("Lengths of prefixes", len(mine)) as bar:
                 for some in self._results(_GroupWork(self._given), tasks, len(mine), _NUM_GROUPS_WORTH_A_PROCESS):
-                    fresh = {next(places): one for one in some}
-                    found.update(fresh)
-                    self._save({wanted[at].key: one for at, one in fresh.items()}, [wanted[at].source for at in fresh])
+                    yield {next(places): length for length in some}
                     bar.update(len(some))
-            return found
 
-        for found in self._comm.results_of_all(of_this_rank):
-            for at, one in found.items():
-                known[at] = one
-        return [self._limited(one, has_media=asked.has_media) for one, asked in zip(known, wanted, strict=True)]
+        return [length or 0 for length in self._numbers([(one.key, one.source) for one in wanted], measured)]
 
-    def _limited(self, prefix: Prefix | None, *, has_media: bool) -> Prefix:
-        assert prefix is not None
-        if not has_media and prefix.length < self._limits.least_system_tokens:
-            return Prefix(0)
-        return prefix
+    def _numbers(
+        self, wanted: Sequence[tuple[bytes, int]], found: Callable[[list[int]], Iterator[dict[int, int | None]]]
+    ) -> list[int | None]:
+        """Return the number of each key of a source. Each rank finds and remembers some of the unknown ones."""
+        known = self._comm.results_of_all(lambda: [self._files[source].get(key) for key, source in wanted])[0]
+        missing = [at for at, number in enumerate(known) if number is None]
 
-    def _save(self, found: dict[bytes, Prefix], sources: Sequence[int]) -> None:
-        for number in set(sources):
-            of_source = zip(found.items(), sources, strict=True)
-            self._files[number].save({key: one for (key, one), source in of_source if source == number})
+        def of_this_rank() -> dict[int, int | None]:
+            of_rank: dict[int, int | None] = {}
+            for some in found(missing[self._comm.rank :: self._comm.num_ranks]):
+                of_rank |= some
+                for source in {wanted[at][1] for at in some}:
+                    of_source = {wanted[at][0]: number for at, number in some.items() if wanted[at][1] == source}
+                    self._files[source].save(of_source)
+            return of_rank
 
-    def _wanted(self, rows: _Rows, key: bytes, row: int, beginning: FirstMedia | None = None) -> _Wanted:
-        return _Wanted(key, *self._place(rows, row), bool(rows.media[row]), beginning)
+        for of_rank in self._comm.results_of_all(of_this_rank):
+            for at, number in of_rank.items():
+                known[at] = number
+        return known
 
     def _place(self, rows: _Rows, row: int) -> tuple[int, int]:
         source = int(np.searchsorted(rows.first, row, side="right")) - 1
@@ -544,57 +384,41 @@ class _PrefixPass:
 
     # -- whether rows that look equal are
 
-    def _checked(
-        self, rows: _Rows, keys: Keys, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32]
-    ) -> list[Alone]:
-        """Encode two rows of some groups of each source in full. Returns, for each source, why no row may share."""
-        pairs = [pair for number in range(len(self._given)) for pair in self._pairs(rows, of_groups, length, number)]
-        wanted = [(source, self._check_key(rows, keys, one, other), one, other) for source, one, other in pairs]
-        known = self._comm.results_of_all(lambda: [self._files[source].get(key) for source, key, *_ in wanted])[0]
-        missing = [at for at, one in enumerate(known) if one is None]
+    def _checked(self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]], prefix: NDArray[np.int32]) -> list[bool]:
+        """Encode two rows of some groups of each source in full. Returns, for each source, whether all are equal."""
+        pairs = [pair for number in range(len(self._given)) for pair in self._pairs(rows, of_groups, prefix, number)]
+        wanted = [(self._check_key(rows, one, other), source) for source, one, other in pairs]
 
-        def of_this_rank() -> dict[int, Prefix]:
-            found: dict[int, Prefix] = {}
-            for at in missing[self._comm.rank :: self._comm.num_ranks]:
-                source, key, one, other = wanted[at]
-                found[at] = Prefix(0, self._compared(rows, one, other, int(length[one])))
-                self._files[source].save({key: found[at]})
-            return found
+        def compared(mine: list[int]) -> Iterator[dict[int, int | None]]:
+            for at in mine:
+                _, one, other = pairs[at]
+                yield {at: self._is_same(rows, one, other, int(prefix[one]))}
 
-        for found in self._comm.results_of_all(of_this_rank):
-            for at, one in found.items():
-                known[at] = one
-        failed = [Alone.NOTHING_SHARED] * len(self._given)
-        for (source, *_), verdict in zip(wanted, known, strict=True):
-            # If a template draws random numbers, that is why rows differ, so it is named before any other cause.
-            if (
-                verdict is not None
-                and verdict.cause in (Alone.DIFFERS, Alone.DRAWS)
-                and failed[source] is not Alone.DRAWS
-            ):
-                failed[source] = verdict.cause
-        return failed
+        of_pairs = zip(pairs, self._numbers(wanted, compared), strict=True)
+        differing = {source for (source, *_), is_same in of_pairs if is_same == 0}
+        return [number not in differing for number in range(len(self._given))]
 
     def _pairs(
-        self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32], number: int
+        self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]], prefix: NDArray[np.int32], number: int
     ) -> Iterator[tuple[int, int, int]]:
         """Yield two rows of some groups, spread over a source."""
         here, end = rows.first[number], rows.first[number + 1]
         of_source = [
             (int(inside[0]), int(members[-1] if members[-1] != inside[0] else members[0]))
             for members in of_groups
-            if length[members[0]] and len(inside := members[(members >= here) & (members < end)])
+            if prefix[members[0]] and len(inside := members[(members >= here) & (members < end)])
         ]
         spread = np.unique(np.linspace(0, max(0, len(of_source) - 1), NUM_GROUPS_CHECKED).astype(np.int64))
         for at in spread.tolist() if of_source else ():
             yield number, *of_source[at]
 
-    def _check_key(self, rows: _Rows, keys: Keys, one: int, other: int) -> bytes:
+    def _check_key(self, rows: _Rows, one: int, other: int) -> bytes:
         names = [self._given[source].source.sample_id(index) for source, index in
                  (self._place(rows, one), self._place(rows, other))]  # fmt: skip
-        return hashlib.blake2b(keys[one].tobytes() + repr(names).encode(), digest_size=16).digest()
+        return _digest(rows.keys[one].tobytes() + repr(names).encode())
 
-    def _compared(self, rows: _Rows, one: int, other: int, length: int) -> Alone:
+    def _is_same(self, rows: _Rows, one: int, other: int, prefix: int) -> int | None:
+        """Return 1 if two rows have the same prefix, 0 if not, None if one of them cannot be encoded now."""
         samples = []
         for row in (one, other):
             source, index = self._place(rows, row)
@@ -606,132 +430,24 @@ class _PrefixPass:
                         given.encoders.in_full.sample(given.source.row(index), given.source.sample_id(index))
                     )
                 except SampleError:
-                    return Alone.CANNOT_BE_ENCODED
+                    return None
             if stream.has_drawn:
-                return Alone.DRAWS
-        tokens = MediaTokens.of(self._given[self._place(rows, one)[0]].encoders.in_full.template)
-        is_same = have_same_prefix(samples[0], samples[1], length, tokens)
-        return Alone.NOTHING_SHARED if is_same else Alone.DIFFERS
-
-    # -- rows that share some of their media
-
-    def _share_first_media(self, rows: _Rows, found: _Found) -> None:
-        """Let rows that share with no other row so far share their first media."""
-        groups = self._groups_by_first_media(rows, found)
-        if not groups:
-            return
-        columns = [one.source.sizes.columns for one in self._given if one.source.sizes is not None]
-        sizes = np.concatenate(columns, axis=1)
-        missing = [at for at, group in enumerate(groups) if not group.is_known(found.length)]
-        wanted = [self._wanted_of(rows, groups[at]) for at in missing]
-        fresh = dict(zip(missing, self._prefixes(wanted), strict=True))
-        for at, group in enumerate(groups):
-            prefix = fresh.get(at)
-            if prefix is None or (group.whole and prefix.length):
-                first = group.whole[0]
-                length = int(found.length[first]) if prefix is None else prefix.length
-                prefix = Prefix(length, images=int(sizes[1, first]), patches=int(sizes[2, first]))
-            found.share(group, prefix, sizes)
-        # Compare at most one of the `whole` rows, because they were compared with each other before.
-        of_groups = [np.array(sorted([*group.whole[:1], *group.partial]), np.int64) for group in groups]
-        partial = np.array([row for group in groups for row in group.partial], np.int64)
-        failed = self._checked(rows, found.key, of_groups, found.length)
-        for number, why in enumerate(failed):
-            if why is not Alone.NOTHING_SHARED:
-                here = partial[(partial >= rows.first[number]) & (partial < rows.first[number + 1])]
-                found.length[here], found.cause[here] = 0, why
-
-    def _wanted_of(self, rows: _Rows, group: _Group) -> _Wanted:
-        if group.whole:
-            return self._wanted(rows, group.key, group.whole[0])
-        row, beginning = next(iter(group.partial.items()))
-        # Use another key, because a prefix with all media of its rows is remembered without its number of images.
-        key = hashlib.blake2b(group.key + b"first media", digest_size=16).digest()
-        return self._wanted(rows, key, row, beginning)
-
-    def _groups_by_first_media(self, rows: _Rows, found: _Found) -> list[_Group]:
-        """Group rows with several media by those that they begin with, the rows with most media in common first."""
-        beginnings = self._beginnings(rows, found)
-        if not beginnings:
-            return []
-        by_depth: dict[int, dict[bytes, list[tuple[int, FirstMedia]]]] = {}
-        for row, of_row in beginnings.items():
-            for one in of_row:
-                by_depth.setdefault(one.num_media, {}).setdefault(rows.key_of(row, one), []).append((row, one))
-        # Find the rows that have these media and no others. They may share with each other already.
-        keys = {key for of_depth in by_depth.values() for key in of_depth}
-        of_key: dict[bytes, list[int]] = {}
-        highs = np.frombuffer(b"".join(keys), KEY)["high"]
-        could = self._usable(rows) & ((found.length > 0) | (found.cause == Alone.NOTHING_SHARED))
-        for row in np.flatnonzero(could & np.isin(found.key["high"], highs)).tolist():
-            of_key.setdefault(found.key[row].tobytes(), []).append(row)
-        placed: set[int] = set()
-        groups = []
-        for depth in sorted(by_depth, reverse=True):
-            for key, some in by_depth[depth].items():
-                partial = {row: one for row, one in some if row not in placed}
-                whole = [row for row in of_key.get(key, ()) if row not in placed]
-                if partial and len(partial) + len(whole) > 1:
-                    groups.append(_Group(key, whole, partial))
-                    placed.update(partial)
-                    placed.update(whole)
-        return groups
-
-    def _beginnings(self, rows: _Rows, found: _Found) -> dict[int, list[FirstMedia]]:
-        """Return, by row, the beginnings of rows that share nothing so far but have one of several media in common."""
-        fits = self._fits()
-        waits = fits & (found.length == 0) & ~np.isin(found.cause, (Alone.DIFFERS, Alone.DRAWS))
-        several = [row for row in sorted(rows.first_media) if waits[row]]
-        if not several:
-            return {}
-        in_rows = Counter(one for row in np.flatnonzero(fits).tolist() for one in set(rows.media[row]))
-        several = [row for row in several if any(in_rows[one] > 1 for one in rows.media[row])]
-        return {row: list(first_media_of(rows.first_media[row])) for row in several}
+                return 0
+        return int(how_prefixes_differ(samples[0], samples[1], prefix) is None)
 
     # -- the result
 
-    def _shared(self, rows: _Rows, found: _Found) -> list[SharedPrefixes]:
-        lengths, length = self._lengths(), found.length
-        shares = self._fits() & (length > 0) & (lengths > length)
-        key = np.where(shares, np.maximum(found.key["high"], 1), NO_KEY).astype(np.uint64)
-        # A row whose partners are all unusable shares nothing.
-        _, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
-        shares &= numbers[where] > 1
-        key[~shares] = NO_KEY
-        length = np.where(shares, length, 0).astype(np.int32)
-        own_media = None if found.own_media is None else np.where(shares, found.own_media, 0).astype(np.int32)
-        cause = self._causes(rows, found.cause, shares)
-        return [
-            SharedPrefixes(
-                key[here],
-                length[here],
-                counted_causes(cause[here]),
-                None if own_media is None or not own_media[:, here].any() else own_media[:, here],
-            )
-            for here in (slice(*ends) for ends in zip(rows.first, rows.first[1:], strict=False))
-        ]
-
-    def _causes(self, rows: _Rows, cause: NDArray[np.uint8], shares: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    def _causes(
+        self, rows: _Rows, shares: NDArray[np.bool_], usable: NDArray[np.bool_], cannot: NDArray[np.bool_]
+    ) -> NDArray[np.uint8]:
         """Return why rows share nothing although another row has one of their media."""
-        is_medium = [medium_of(name) is not None for name in rows.names]
-        has_length, usable = self._lengths() > 0, self._usable(rows)
-        in_rows, in_usable = Counter[int](), Counter[int]()
-        of_media = Counter[tuple[int, ...]]()
-        for of_row, is_read, is_usable in zip(rows.media, has_length.tolist(), usable.tolist(), strict=True):
-            media = {one for one in of_row if is_medium[one]} if is_read else ()
-            in_rows.update(media)
-            if is_usable:
-                in_usable.update(media)
-                of_media[of_row] += 1
-        found = np.zeros(len(rows), np.uint8)
-        for row in np.flatnonzero(~shares & has_length).tolist():
-            of_row = rows.media[row]
-            media = {one for one in of_row if is_medium[one]}
-            if cause[row]:
-                found[row] = cause[row] if any(in_rows[one] > 1 for one in media) else 0
-            elif usable[row] and any(in_usable[one] > 1 for one in media):
-                found[row] = Alone.OTHER_TOKENS if of_media[of_row] > 1 else Alone.OTHER_MEDIA
-        return found
+        is_read = self._lengths > 0
+        cause = np.zeros(len(rows), np.uint8)
+        cause[rows.have_medium_in_common(usable)] = Alone.OTHER_MEDIA
+        cause[rows.have_all_media_in_common(usable)] = Alone.OTHER_TOKENS
+        cause[cannot] = np.where(rows.have_medium_in_common(is_read), Alone.CANNOT, Alone.NOTHING_SHARED)[cannot]
+        cause[shares] = Alone.NOTHING_SHARED
+        return cause
 
     def _results(self, work: Any, tasks: deque[Any], amount: int, of_a_process: int) -> Iterator[Any]:
         most = max(one.encoders.num_processes for one in self._given)

@@ -186,7 +186,7 @@ def member_of(
     """Show the tokens of a sample that are its own, which begin at `start` of a sequence with these `positions`."""
     sample_id, ids, labels, num_shared = sample
     kinds, pictures = _looked_up(sample, lookup)
-    _, pictures = _divided(pictures, kinds, num_shared)
+    pictures = [] if num_shared else pictures  # the prefix has them
     own_ids, own_kinds = ids[num_shared:], kinds[num_shared:]
     return Member(
         id=str(sample_id),
@@ -208,7 +208,6 @@ def prefix_of(
     """Show the tokens of a sample that it shares, which begin at `start` of a sequence with these `positions`."""
     ids, num_tokens = sample.ids, sample.num_shared
     kinds, pictures = _looked_up(sample, lookup)
-    pictures, _ = _divided(pictures, kinds, num_tokens)
     return SharedPrefix(
         members=(),
         start=start,
@@ -229,24 +228,6 @@ def _looked_up(sample: SampleTokens, lookup: SampleLookup) -> tuple[list[str], l
     row = lookup.row_of(sample_id)
     nums = [stop - first for kind, first, stop in _runs(kinds) if kind == VISION]
     return kinds, [] if row is None else pictures_of(row, nums, with_thumbnails=lookup.with_thumbnails)
-
-
-def _divided(pictures: list[Picture], kinds: Sequence[str], num_shared: int) -> tuple[list[Picture], list[Picture]]:
-    """Divide the images and videos of a sample into those of its prefix and its own.
-
-    If both have vision tokens, this works only if every picture is one run of vision tokens, and all pictures are of
-    one kind. Otherwise it is unknown which picture is where, and none is shown.
-    """
-    if not num_shared:
-        return [], pictures
-    if VISION not in kinds[num_shared:]:
-        return pictures, []
-    num_runs, num_in_prefix = (
-        sum(kind == VISION for kind, _, _ in _runs(some)) for some in (kinds, kinds[:num_shared])
-    )
-    if num_runs != len(pictures) or len({picture.kind for picture in pictures}) > 1:
-        return [], []
-    return pictures[:num_in_prefix], pictures[num_in_prefix:]
 
 
 def _ranges(positions: Mapping[str, list[int]], start: int, num_tokens: int) -> dict[str, tuple[int, int]]:

@@ -35,7 +35,7 @@ from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
-from swift_vlpack.plan.units import NO_KEY, Limit, Prefixes, Together, Units, sizes_in_units, stand_together
+from swift_vlpack.plan.units import NO_KEY, Prefixes, Together, Units, sizes_in_units, stand_together
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
@@ -85,8 +85,6 @@ class DrawnEpoch:
     """The un-packed batch of each position, which decides its optimizer step; None if steps are not kept."""
     shared: NDArray[np.int32] | None = None
     """The tokens that each sample shares with the one at the position before it; None if no sample shares any."""
-    own_media: NDArray[np.int32] | None = None
-    """(2, num_positions): images and patches that are not in the prefix of each sample; None if no sample has any."""
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -287,7 +285,7 @@ def _pack_units(recipe: Recipe, drawn: DrawnEpoch, shared: NDArray[np.int32], na
         label=None if name_of is None else lambda item: name_of(*drawn.sample(int(units.starts[numbers[item]]))),
     )
     readable = Units(units.starts[numbers], units.counts[numbers])
-    packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], shared, drawn.own_media)
+    packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], shared)
     if not len(packs):
         raise DataError(f"epoch {drawn.epoch} has no pack; all its rows were left out: {packs.num_dropped}")
     return PackedEpoch(**of_drawn(drawn), packs=packs)
@@ -366,12 +364,12 @@ def _steps_packed(drawn: DrawnEpoch, step: UnpackedStep, config: PackingConfig, 
     packs = pack_steps(lengths, batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
     if units is None or drawn.shared is None:
         return packs
-    return packs.of_samples(units, drawn.sizes[: PATCHES + 1], drawn.shared, drawn.own_media)
+    return packs.of_samples(units, drawn.sizes[: PATCHES + 1], drawn.shared)
 
 
 def _sizes_of(units: Units, drawn: DrawnEpoch, shared: NDArray[np.int32]) -> Sizes:
     """Add up the sizes of the samples of each unit, with what they share once."""
-    made: Sizes = np.add.reduceat(sizes_in_units(drawn.sizes, shared, drawn.own_media), units.starts, axis=1)
+    made: Sizes = np.add.reduceat(sizes_in_units(drawn.sizes, shared), units.starts, axis=1)
     return made
 
 
@@ -467,20 +465,16 @@ def prefixes_in(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: 
     schedule, sizes = drawn.schedule, drawn.sizes
     key = np.zeros(len(schedule), dtype=np.uint64)
     prefix = np.zeros(len(schedule), dtype=np.int32)
-    has_own = any(of_source is not None and of_source.own_media is not None for of_source in prefixes)
-    own_media = np.zeros((2, len(schedule)), dtype=np.int32) if has_own else None
     for number, of_source in enumerate(prefixes):
         if of_source is not None:
             here = schedule.source == number
             key[here], prefix[here] = of_source.key[schedule.row[here]], of_source.length[schedule.row[here]]
-            if own_media is not None and of_source.own_media is not None:
-                own_media[:, here] = of_source.own_media[:, schedule.row[here]]
     # A part of a row, and a sample that fills a pack, share with no other.
     is_alone = must_be_alone(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config) | (sizes[LENGTH] == 0)
     if drawn.spans is not None:
         is_alone |= drawn.spans.any(axis=0)
     key[is_alone] = NO_KEY
-    return Prefixes(key, prefix, own_media)
+    return Prefixes(key, prefix)
 
 
 def num_shared_anywhere(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> int:
@@ -492,13 +486,6 @@ def _together(
     drawn: DrawnEpoch, prefixes: Prefixes, config: PackingConfig, row: NDArray[Any] | None = None
 ) -> Together:
     """Order the samples of an epoch in units that fit a pack; `prefixes` are those of its samples."""
-    limits = []
-    if prefixes.own_media is not None:  # without own media, a unit has the media of its first row
-        for column, own, most in zip(
-            (IMAGES, PATCHES), prefixes.own_media, (config.packing_max_images, config.packing_max_patches), strict=True
-        ):
-            if most is not None:
-                limits.append(Limit(drawn.sizes[column], drawn.sizes[column] - own, most))
     return stand_together(
         prefixes.key,
         prefixes.length,
@@ -506,7 +493,6 @@ def _together(
         capacity=config.packing_length,
         most=min(config.packing_share_max, config.packing_max_samples or config.packing_share_max),
         row=row,
-        limits=limits,
     )
 
 
@@ -517,7 +503,7 @@ def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
     if drawn.batch is not None and recipe.step is not None:
         prefixes = prefixes._replace(key=_keys_in_steps(prefixes.key, drawn.batch // recipe.step.num_batches))
     row = np.lexsort((schedule.row, schedule.source)).argsort()
-    together, own_media = _together(drawn, prefixes, config, row), prefixes.own_media
+    together = _together(drawn, prefixes, config, row)
     order = together.order
     return replace(
         drawn,
@@ -526,7 +512,6 @@ def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
         spans=None if drawn.spans is None else drawn.spans[:, order],
         batch=None if drawn.batch is None else drawn.batch[order],
         shared=together.shared,
-        own_media=None if own_media is None else own_media[:, order],
     )
 
 

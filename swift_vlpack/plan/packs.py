@@ -45,8 +45,6 @@ class Plan(Sequence[list[int]]):
 
     None if no item shares any (`units.py`).
     """
-    own_media: NDArray[np.int32] | None = None
-    """(2, num_items): images and patches of each item after its prefix; None if no item has any there."""
     num_ranks: int = 1
     """Ranks take the packs in turn: rank `p % num_ranks` trains pack p."""
     batches: NDArray[np.int64] | None = None
@@ -107,18 +105,17 @@ class Plan(Sequence[list[int]]):
     @property
     def images_of_members(self) -> NDArray[np.int32] | None:
         """Return the images that each member does not share with the member before it in its pack."""
-        return self._unshared(self.images, 0)
+        return self._unshared(self.images)
 
     @property
     def patches_of_members(self) -> NDArray[np.int32] | None:
         """Return the vision patches that each member does not share with the member before it in its pack."""
-        return self._unshared(self.patches, 1)
+        return self._unshared(self.patches)
 
-    def _unshared(self, media: NDArray[np.int32] | None, column: int) -> NDArray[np.int32] | None:
+    def _unshared(self, media: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
         if media is None or self.shared is None:
             return None if media is None else media[self.members]
-        own = 0 if self.own_media is None else self.own_media[column, self.members]
-        made: NDArray[np.int32] = np.where(self.shared_of_members > 0, own, media[self.members])
+        made: NDArray[np.int32] = np.where(self.shared_of_members > 0, 0, media[self.members])
         return made
 
     @property
@@ -308,13 +305,7 @@ class Plan(Sequence[list[int]]):
         whole = self.cost.of_samples(self.lengths[self.members], self.patches_of_members)
         return whole - self.cost.of_samples(shared, None)
 
-    def of_samples(
-        self,
-        units: Units,
-        columns: NDArray[Any],
-        shared: NDArray[np.int32],
-        own_media: NDArray[np.int32] | None = None,
-    ) -> Plan:
+    def of_samples(self, units: Units, columns: NDArray[Any], shared: NDArray[np.int32]) -> Plan:
         """Return the same packs over the samples of units, where the items of this plan are the units.
 
         `columns` has length, images and patches of the samples.
@@ -330,7 +321,6 @@ class Plan(Sequence[list[int]]):
             offsets=counts[self.offsets],
             dropped={reason: units.samples(items) for reason, items in self.dropped.items()},
             shared=shared,
-            own_media=own_media,
         )
 
     def _sum_per_pack(self, values: NDArray[Any]) -> NDArray[Any]:

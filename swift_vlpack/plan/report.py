@@ -251,13 +251,10 @@ def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConf
 def typical_boundaries(packs: Plan | None, config: PackingConfig) -> Boundaries:
     """Return the boundaries of a sequence like those of a run: a pack in which samples share, or typical lengths.
 
-    Attention is tried and timed on this sequence, so if samples share, it must have prefixes and branches. The packs of
-    a stream are unknown: take two units of five samples each, in which three quarters of a sample are the prefix.
+    Attention is tried and timed on this sequence, so if samples share, it must have prefixes and branches. `packs` is
+    None for a stream.
     """
     capacity = config.packing_length
-    if packs is None and config.shares_media:
-        length = max(2, capacity // 4)
-        return Boundaries.of_samples([length] * 10, [0, *[3 * length // 4] * 4] * 2)
     if packs is None:
         return Boundaries(typical_lengths((), capacity))
     shared = np.broadcast_to(packs.shared_of_members, len(packs.members))

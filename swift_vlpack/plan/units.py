@@ -19,7 +19,6 @@ where packs are cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +35,6 @@ class Prefixes(NamedTuple):
     """Rows of one key begin with the same tokens and media; `NO_KEY` for rows that share with no other."""
     length: NDArray[np.int32]
     """The tokens of the prefix; 0 for rows that share with no other."""
-    own_media: NDArray[np.int32] | None = None  # (2, num_rows)
-    """Images and patches of each row after its prefix; None if no row that shares has any."""
 
 
 class Together(NamedTuple):
@@ -49,16 +46,7 @@ class Together(NamedTuple):
     """In the new order, the tokens that each sample shares with the one before it; 0 for the first of a unit."""
 
 
-class Limit(NamedTuple):
-    """A cap on the images or patches of a pack, which units must keep to, too."""
-
-    of_samples: NDArray[Any]
-    of_prefixes: NDArray[Any]
-    """The part of `of_samples` that is in the prefix of each sample; a unit counts it once."""
-    most: int
-
-
-def stand_together(  # noqa: PLR0913 - three columns, and what a unit may hold
+def stand_together(
     key: NDArray[Any],
     prefix: NDArray[Any],
     lengths: NDArray[Any],
@@ -66,20 +54,19 @@ def stand_together(  # noqa: PLR0913 - three columns, and what a unit may hold
     capacity: int,
     most: int,
     row: NDArray[Any] | None = None,
-    limits: Sequence[Limit] = (),
 ) -> Together:
     """Order samples so that samples that share a prefix are neighbours, in units that fit into a pack.
 
-    A unit has at most `most` samples and `capacity` tokens, and keeps to `limits`; further samples with the same key
-    make another unit. The unit takes the place of its sample with the lowest `row`, which the shuffle has put anywhere.
-    (In the place of its first sample, large units would come to the front of every epoch.)
+    A unit has at most `most` samples and `capacity` tokens; further samples with the same key make another unit. It
+    has the images and patches of one of its samples. The unit takes the place of its sample with the lowest `row`,
+    which the shuffle has put anywhere. (In the place of its first sample, large units would come to the front of every
+    epoch.)
     """
     num = len(key)
     row = np.arange(num) if row is None else row
     can_share = np.flatnonzero((key != NO_KEY) & (lengths > prefix))
     can_share = can_share[np.argsort(key[can_share], kind="stable")]
-    limits = [Limit(whole[can_share], inside[can_share], limit) for whole, inside, limit in limits]
-    begins_unit = _first_of_units(key[can_share], prefix[can_share], lengths[can_share], capacity, most, limits)
+    begins_unit = _first_of_units(key[can_share], prefix[can_share], lengths[can_share], capacity, most)
     unit = np.arange(num)  # by sample, the number of the sample whose place its unit takes
     shared = np.zeros(num, dtype=np.int32)
     if len(can_share):
@@ -95,28 +82,17 @@ def stand_together(  # noqa: PLR0913 - three columns, and what a unit may hold
 
 
 def _first_of_units(
-    key: NDArray[Any],
-    prefix: NDArray[Any],
-    lengths: NDArray[Any],
-    capacity: int,
-    most: int,
-    limits: Sequence[Limit],
+    key: NDArray[Any], prefix: NDArray[Any], lengths: NDArray[Any], capacity: int, most: int
 ) -> NDArray[np.bool_]:
     """Mark the samples that begin a unit, of samples in the order of their keys."""
     first = np.zeros(len(key), dtype=bool)
-    media = [(one.of_prefixes.tolist(), (one.of_samples - one.of_prefixes).tolist(), one.most) for one in limits]
-    key_of_unit, num_samples, num_tokens, held = None, 0, 0, [0] * len(media)
+    key_of_unit, num_samples, num_tokens = None, 0, 0
     columns = zip(key.tolist(), prefix.tolist(), lengths.tolist(), strict=True)
     for at, (of_sample, num_shared, length) in enumerate(columns):
         own = length - num_shared
-        is_full = num_samples >= most or num_tokens + own > capacity
-        if media and not is_full:
-            is_full = any(num + further[at] > limit for num, (_, further, limit) in zip(held, media, strict=True))
-        if of_sample != key_of_unit or is_full:
+        if of_sample != key_of_unit or num_samples >= most or num_tokens + own > capacity:
             first[at], key_of_unit, num_samples, num_tokens = True, of_sample, 0, num_shared
-            held = [shared[at] for shared, *_ in media]
         num_samples, num_tokens = num_samples + 1, num_tokens + own
-        held = [num + further[at] for num, (_, further, _) in zip(held, media, strict=True)] if media else held
     return first
 
 
@@ -145,13 +121,13 @@ class Units(NamedTuple):
         return samples
 
 
-def sizes_in_units(sizes: NDArray[Any], shared: NDArray[Any], own_media: NDArray[Any] | None = None) -> NDArray[Any]:
+def sizes_in_units(sizes: NDArray[Any], shared: NDArray[Any]) -> NDArray[Any]:
     """Return the sizes of samples without what they share with the sample before them.
 
-    `sizes` has one line for tokens, images and patches each; further lines are not shared and stay. `own_media` has the
-    images and patches that samples do not share. Without `own_media`, samples that share tokens share all of these.
+    `sizes` has one line for tokens, images and patches each; further lines are not shared and stay. Samples that share
+    tokens share all images and patches.
     """
     own = sizes.copy()
     own[0] -= shared
-    own[1:3] = np.where(shared > 0, 0 if own_media is None else own_media, own[1:3])
+    own[1:3] = np.where(shared > 0, 0, own[1:3])
     return own

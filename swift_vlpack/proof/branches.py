@@ -14,16 +14,14 @@ Boundaries(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1))
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from swift_vlpack.feed.collate import UNUSED_COLUMNS
-from swift_vlpack.feed.units import IN_PREFIX, SHARED, UnitsOfPack, divided
+from swift_vlpack.feed.units import SHARED, UnitsOfPack
 from swift_vlpack.plan.boundaries import Boundaries
-from swift_vlpack.rows.families import MediaTokens
-from swift_vlpack.rows.prefixes import media_in_prefix
+from swift_vlpack.rows.prefixes import without_pixels
 from swift_vlpack.rows.samples import Encoded
 
 PREFIX = "prefix_of_proof"
@@ -37,28 +35,23 @@ class Prefix:
     num_tokens: int
 
 
-def marked(samples: Sequence[Encoded], shared: Sequence[int], tokens: MediaTokens) -> list[Encoded]:
-    """Mark the samples of a pack; `shared` counts the tokens that each shares with the sample before it.
-
-    A sample with media after its prefix also gets `IN_PREFIX`. `tokens` tell media from text.
-    """
+def marked(samples: Sequence[Encoded], shared: Sequence[int]) -> list[Encoded]:
+    """Mark the samples of a pack; `shared` counts the tokens that each shares with the sample before it."""
     made, prefix = [], None
     for at, sample in enumerate(samples):
         if not any(shared[at : at + 1]):
             prefix = Prefix(shared[at + 1]) if any(shared[at + 1 : at + 2]) else None
-        inside = None if prefix is None else media_in_prefix(sample, prefix.num_tokens, tokens)
-        marks = {} if prefix is None else {PREFIX: prefix}
-        made.append({**sample, **marks} if inside is None else {**sample, **marks, IN_PREFIX: inside})
+        made.append(sample if prefix is None else {**sample, PREFIX: prefix})
     return made
 
 
-def as_planned(samples: Sequence[Encoded | None], shared: Sequence[int], tokens: MediaTokens) -> list[Encoded]:
+def as_planned(samples: Sequence[Encoded | None], shared: Sequence[int]) -> list[Encoded]:
     """Mark the samples of a planned pack that the reader of packs would join, because they share what was planned.
 
     None stands for a sample that cannot be encoded.
     """
     shared = (*(shared or (0,) * len(samples)), 0)
-    units = UnitsOfPack(tokens)
+    units = UnitsOfPack()
     whole: dict[int, list[Encoded]] = {}  # by the id of a unit, its samples with their pixels
     for at, sample in enumerate(samples):
         if not shared[at]:
@@ -67,7 +60,7 @@ def as_planned(samples: Sequence[Encoded | None], shared: Sequence[int], tokens:
             unit = units.add(sample, shared[at] or shared[at + 1])
             whole.setdefault(id(unit), []).append(sample)
     of_units = ((unit.prefix, whole[id(unit)]) for unit in units.units)
-    return [sample for prefix, some in of_units for sample in marked(some, [0, *[prefix] * (len(some) - 1)], tokens)]
+    return [sample for prefix, some in of_units for sample in marked(some, [0, *[prefix] * (len(some) - 1)])]
 
 
 def num_prefix_of(sample: Encoded) -> int:
@@ -84,12 +77,6 @@ def shared_of(samples: Sequence[Encoded]) -> tuple[int, ...]:
     )
 
 
-def own_media_of(sample: Encoded, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the media after the prefix of a marked sample. `inputs` are those of its whole row."""
-    entries = sample[IN_PREFIX].entries if IN_PREFIX in sample else {}
-    return {name: inputs[name][num:] for name, num in entries.items() if inputs.get(name) is not None}
-
-
 def boundaries_of(samples: Sequence[Encoded]) -> Boundaries:
     """Lay samples out in a sequence, each prefix once."""
     return Boundaries.of_samples([int(sample["length"]) for sample in samples], shared_of(samples))
@@ -104,14 +91,12 @@ def units_in(samples: Sequence[Encoded]) -> list[list[int]]:
 
 def without_extras(sample: Encoded) -> Encoded:
     """Copy a sample without the columns that the template does not know; the template may change the copy."""
-    return {name: value for name, value in sample.items() if name not in (UNUSED_COLUMNS, PREFIX, IN_PREFIX)}
+    return {name: value for name, value in sample.items() if name not in (UNUSED_COLUMNS, PREFIX)}
 
 
 def as_trained(samples: Sequence[Encoded]) -> list[Encoded]:
     """Copy samples as a training pack has them: a branch lacks the pixels of its prefix, and has `SHARED`."""
     return [
-        {**divided(without_extras(sample), sample.get(IN_PREFIX)), SHARED: num_shared}
-        if num_shared
-        else without_extras(sample)
+        {**without_pixels(without_extras(sample)), SHARED: num_shared} if num_shared else without_extras(sample)
         for sample, num_shared in zip(samples, shared_of(samples), strict=True)
     ]

@@ -20,7 +20,6 @@ from swift_vlpack.proof.branches import PREFIX, as_planned
 from swift_vlpack.proof.perturb import kinds_of_media
 from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.rows.contents import contents_of
-from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.media import media
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, SampleError
@@ -121,13 +120,8 @@ def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[
     firsts = joins[shared[joins - 1] == 0] - 1
     cheap = firsts[np.argsort(_tokens_of_two(plan.lengths[members], shared, firsts), kind="stable")]
     found = []
-    of_kinds = [cheap[kind[members[cheap]]] for kind in _counted_kinds(plan.images, plan.patches)]
-    if plan.packs.own_media is not None:
-        # Add pairs of a row with media after its prefix and the row before it, which may be any row of the unit.
-        with_own = joins[plan.packs.own_media[:, members[joins]].any(axis=0)] - 1
-        of_kinds.append(with_own[np.argsort(_tokens_of_two(plan.lengths[members], shared, with_own), kind="stable")])
-    for of_kind in of_kinds:
-        units = (_unit(packs, plan, int(first), is_usable) for first in _spread(of_kind, _SPREAD))
+    for kind in _counted_kinds(plan.images, plan.patches):
+        units = (_unit(packs, plan, int(first), is_usable) for first in _spread(cheap[kind[members[cheap]]], _SPREAD))
         unit = next((unit for unit in units if len(unit) > 1), None)
         found += [] if unit is None else [unit]
     return found
@@ -145,8 +139,7 @@ def _unit(packs: Packs, plan: EpochPlan, first: int, is_usable: Callable[[Encode
     num = 1 + next((at for at, num_shared in enumerate(shared[1:]) if not num_shared), len(shared) - 1)
     samples = _encoded(packs, plan.samples(plan.packs.members[first : first + num].tolist()))
     usable = list(islice(filter(is_usable, samples), _BRANCHES))
-    tokens = MediaTokens.of(packs.template)
-    unit = as_planned(usable, (0, *[shared[1]] * (len(usable) - 1)) if usable else (), tokens)
+    unit = as_planned(usable, (0, *[shared[1]] * (len(usable) - 1)) if usable else ())
     return [sample for sample in unit if PREFIX in sample and is_usable(sample)]
 
 
@@ -172,10 +165,8 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
     # them those with a prefix, if samples share any.
     tokens = plan.num_tokens_per_pack
     chosen.sort(key=lambda number: (not plan.shared_in(number), int(tokens[number])))
-    of_media = MediaTokens.of(packs.template)
     sequences = [
-        as_planned(_encoded_or_none(packs, epoch.samples(plan[number])), plan.shared_in(number), of_media)
-        for number in chosen
+        as_planned(_encoded_or_none(packs, epoch.samples(plan[number])), plan.shared_in(number)) for number in chosen
     ]
     return [sequence for sequence in sequences if sequence]
 

@@ -16,12 +16,10 @@ from swift_vlpack.proof.perturb import (
     kinds_of_media,
     replaced,
     with_other_media,
-    with_other_own_media,
     with_other_prefix,
 )
 from swift_vlpack.proof.proof_model import Slot, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
 TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE, FEWEST_TARGETS = 8, 256, 2
@@ -93,7 +91,7 @@ class FirstSequence:
     def whole_rows(self) -> list[Encoded]:
         """Return the samples encoded again, with marks of the prefixes that they share in the sequence."""
         assert not isinstance(self.samples, str)
-        return marked(self.samples, self.record.shared, MediaTokens.of(self.template))
+        return marked(self.samples, self.record.shared)
 
     @cached_property
     def watched(self) -> list[int]:
@@ -133,7 +131,7 @@ class FirstSequence:
     def with_other(self, which: Sequence[int]) -> dict[str, Any]:
         """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay.
 
-        A prefix stays unchanged, with its media, because other samples share it. Media after a prefix are replaced.
+        A prefix stays unchanged, with its media, because other samples share it.
         """
         inputs = self.for_watched()
         inputs["input_ids"] = inputs["input_ids"].clone()
@@ -141,8 +139,7 @@ class FirstSequence:
             row = {"input_ids": slot.of(inputs["input_ids"]).tolist(), PREFIX: Prefix(slot.num_prefix)}
             own = replaced(row, self.is_ordinary)["input_ids"][slot.num_prefix :]
             inputs["input_ids"][0, slot.tokens] = torch.tensor(own)
-        shares = [at for at in which if self.slots[at].num_prefix]
-        return inputs | self._other_media([at for at in which if at not in shares], shares)
+        return inputs | self._other_media([at for at in which if not self.slots[at].num_prefix])
 
     def with_other_prefixes(self, units: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return `for_watched()` with other tokens and media in the prefixes of these units."""
@@ -154,16 +151,11 @@ class FirstSequence:
                 inputs["input_ids"][0, slot.prefix] = torch.tensor(others[0]["input_ids"][: slot.num_prefix])
         return inputs | self._other_media([at for unit in units for at in unit])
 
-    def _other_media(self, which: Sequence[int], shares: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """Return the inputs that hold media, with all media of the samples `which` replaced.
-
-        In the samples `shares`, only media after the prefix are replaced. Returns an empty dict if none of the samples
-        has media.
-        """
-        if isinstance(self.samples, str) or not any(kinds_of_media(self.samples[at]) for at in (*which, *shares)):
+    def _other_media(self, which: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the inputs that hold media, with those of the samples `which` replaced; empty if none has media."""
+        if isinstance(self.samples, str) or not any(kinds_of_media(self.samples[at]) for at in which):
             return {}
         changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.whole_rows)]
-        changed = [with_other_own_media(one) if at in shares else one for at, one in enumerate(changed)]
         names = {name for one in changed for name in kinds_of_media(one)} & set(self.inputs)
         made = packed_sequence(self.template, as_trained(changed), multiple=self.record.sequence_multiple)
         return {name: made[name].to(self.inputs[name]) for name in names if isinstance(self.inputs[name], torch.Tensor)}

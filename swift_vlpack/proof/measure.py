@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.feed.waiting import is_of_collective
 from swift_vlpack.proof import gradients
-from swift_vlpack.proof.branches import own_media_of, units_in
+from swift_vlpack.proof.branches import units_in
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.each_alone import each_alone
 from swift_vlpack.proof.limits import (
@@ -29,7 +28,7 @@ from swift_vlpack.proof.limits import (
     rounds_coarsely,
     worst,
 )
-from swift_vlpack.proof.perturb import replaced, twins, with_other_media, with_other_own_media, with_other_prefix
+from swift_vlpack.proof.perturb import replaced, twins, with_other_media, with_other_prefix
 from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of, with_cut_head
 from swift_vlpack.proof.reference import (
     Reference,
@@ -86,7 +85,7 @@ class AgainstAlone(NamedTuple):
             if ran is None:
                 inputs.append({})
                 continue
-            inputs.append(own_media_of(sample, ran.inputs) if is_further_branch(packed.slots, at) else ran.inputs)
+            inputs.append({} if is_further_branch(packed.slots, at) else ran.inputs)
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
             targets.append(wrong_targets_of(sample, at, packed, ran))
             tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, packed, ran))
@@ -421,14 +420,6 @@ def _changed(
         for one, other in pairs
     }
     by_media = [size for at, size in enumerate(_sizes(packed, again)) if at not in own_media]
-    # Replace media after prefixes: the changed branch moves, and neither its siblings nor the prefix do.
-    of_own = [at for at, sample in enumerate(samples) if IN_PREFIX in sample]
-    for some in filter(None, (of_own[::2], of_own[1::2])):
-        again = proof_model.run(
-            [with_other_own_media(s) if at in some else s for at, s in enumerate(samples)], packed=True
-        )
-        own_media |= {at: min(own_media.get(at, torch.inf), _branch_moved(packed, again, at)) for at in some}
-        by_media += [size for at, size in enumerate(_sizes(packed, again)) if at not in some]
     return own, own_media, moves, by_media
 
 

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from swift_vlpack.feed.collate import UNUSED_COLUMNS
-from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.proof.branches import PREFIX, Prefix, num_prefix_of, units_in
 from swift_vlpack.rows.samples import Encoded
 
@@ -22,7 +21,7 @@ from swift_vlpack.rows.samples import Encoded
 _NO_MEDIA = frozenset(
     (
         *("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids"),
-        *(UNUSED_COLUMNS, IN_PREFIX),
+        UNUSED_COLUMNS,
     )
 )
 _BRIGHTEST = 255
@@ -63,15 +62,6 @@ def _others(tokens: Sequence[int], is_ordinary: Callable[[int], bool]) -> list[i
 def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
     """Replace pixels and sounds by other values of the same shape; each `number` gives different values."""
     return {**sample, **{name: _other(value, number) for name, value in media_of(sample).items()}}
-
-
-def with_other_own_media(sample: Encoded, number: int = 1) -> Encoded:
-    """Replace the pixels after a sample's prefix; return a sample that has none there unchanged."""
-    if IN_PREFIX not in sample:
-        return sample
-    media = {name: (value, sample[IN_PREFIX].entries.get(name, 0)) for name, value in media_of(sample).items()}
-    changed = {name: torch.cat([value[:num], _other(value[num:], number)]) for name, (value, num) in media.items()}
-    return {**sample, **changed}
 
 
 def media_of(sample: Encoded) -> dict[str, Any]:

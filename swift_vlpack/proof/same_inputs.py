@@ -18,10 +18,9 @@ import torch
 
 from swift_vlpack.feed.sequence import packed_sequence
 from swift_vlpack.plan.boundaries import ROOT, Boundaries
-from swift_vlpack.proof.branches import marked, own_media_of, without_extras
+from swift_vlpack.proof.branches import marked, without_extras
 from swift_vlpack.proof.proof_model import RunResult, Slot, length_of, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.samples import Encoded, PackRecord
 
 ENDS = "cu_seq_lens_q"
@@ -261,7 +260,7 @@ def wrong_in_first_batch(
         return wrong
     slots, num_tokens = slots_in(record.boundaries), sum(record.lengths_in_sequence)
     media: list[dict[str, Any]] = []
-    samples = marked(samples, record.shared, MediaTokens.of(template))
+    samples = marked(samples, record.shared)
     for at, (key, sample, slot) in enumerate(zip(record.sample_ids, samples, slots, strict=True)):
         alone = packed_sequence(template, [without_extras(sample)])
         if not set(alone) <= set(sequence):
@@ -288,7 +287,7 @@ def wrong_in_first_batch(
             else:
                 media[-1][name] = value
         if is_further_branch(slots, at):
-            media[-1] = own_media_of(sample, media[-1])
+            media[-1] = {}  # those of its prefix
     wrong = wrong_media(sequence, media, tolerance=_LAST_BITS)
     return None if wrong is None else f"{wrong} are not those of the samples, one after the other"
 

@@ -30,7 +30,7 @@ IMAGE, VIDEO = "image", "video"
 class Divides(Enum):
     """Name the rule by which the rows of a pixel tensor belong to images. `contents.media_spans` applies it.
 
-    A row of data is cut, or shares its first images, only if the rule is known.
+    A row of data is cut, or shares its images, only if the rule is known.
     """
 
     BY_PATCHES = "a row is a patch: an image has as many as its grid says, and merged patches become its tokens"

@@ -17,23 +17,12 @@ from swift_vlpack.plan.units import NO_KEY, Prefixes
 
 
 class Alone(IntEnum):
-    """Causes why a row shares with no other row although another row has its medium.
-
-    Caches have these numbers, so do not renumber them.
-    """
+    """Causes why a row shares with no other row although another row has its medium."""
 
     NOTHING_SHARED = 0
     OTHER_TOKENS = 1
-    AFTER_ANSWER = 2
-    OTHER_MEDIA = 3
-    FAMILY_UNKNOWN = 4
-    NO_TOKEN_BETWEEN = 5
-    DRAWS = 6
-    DIFFERS = 7
-    TAGS = 8
-    TOO_LONG = 9
-    CANNOT_BE_ENCODED = 10
-    MEDIA_NOT_DIVIDED = 11
+    OTHER_MEDIA = 2
+    CANNOT = 3
 
     @property
     def text(self) -> str:
@@ -52,37 +41,14 @@ _CAUSES = {
         "have other tokens before the medium",
         "put <image> first in the question, and give all rows the same system prompt, tools and pixel limits",
     ),
-    Alone.AFTER_ANSWER: ("have a medium after an answer", "put all media of a conversation before its first answer"),
     Alone.OTHER_MEDIA: (
         "share some of their media only",
-        "give rows about one image the same media, in the same order and with the same words between them",
+        "give rows about one image the same media, in the same order",
     ),
-    Alone.MEDIA_NOT_DIVIDED: (
-        "share some of their media only, and the family does not say how its pixels divide",
-        "give rows about one image all media in common, in the same order, or set packing_share=none",
+    Alone.CANNOT: (
+        "cannot share their medium",
+        'docs/branches.md lists under "Rows that cannot share" what prevents it, and the way out of each',
     ),
-    Alone.FAMILY_UNKNOWN: (
-        "are of a family whose tensors are not known to divide by image",
-        "set packing_share=none; docs/families.md lists the families",
-    ),
-    Alone.NO_TOKEN_BETWEEN: (
-        "have no token between the medium and the first token that is trained",
-        "put a question after the medium, which is not trained",
-    ),
-    Alone.DRAWS: (
-        "are encoded by a template that draws random numbers, so the same image has other pixels in every row",
-        "switch augmentation off, or set packing_share=none",
-    ),
-    Alone.DIFFERS: (
-        "have other tokens or pixels when they are encoded, although they begin with the same data",
-        "a template of your own may read a column that decides them; packing_share=none leaves rows as they are",
-    ),
-    Alone.TAGS: (
-        "have more tags than media",
-        "write one <image>, <video> or <audio> for each medium",
-    ),
-    Alone.TOO_LONG: ("have as many tokens as a pack, or more", "raise packing_length"),
-    Alone.CANNOT_BE_ENCODED: ("could not be encoded to count the tokens they share", "see the rows left out"),
 }
 
 
@@ -105,21 +71,14 @@ class SharedPrefixes:
     """Tokens of the prefix; 0 for a row that shares with no other row."""
     alone: tuple[AloneCount, ...] = ()
     """Rows that share with no other row although another row has the same medium, by cause."""
-    own_media: NDArray[np.int32] | None = None  # (2, num_rows)
-    """Images and patches of each row after its prefix; None if no row that shares has any."""
 
     def __len__(self) -> int:
         return len(self.key)
 
-    @classmethod
-    def none(cls, num_rows: int) -> SharedPrefixes:
-        """Make the value for rows that share nothing."""
-        return cls(np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int32))
-
     @property
     def of_rows(self) -> Prefixes:
         """Return the part that a plan needs."""
-        return Prefixes(self.key, self.length, self.own_media)
+        return Prefixes(self.key, self.length)
 
     @property
     def num_sharing(self) -> int:

@@ -1,3 +1,4 @@
+import io
 from dataclasses import replace
 
 import numpy as np
@@ -60,13 +61,17 @@ def test_prefixes_go_through_a_file_and_are_those_of_the_saved_run():
     assert np.array_equal(again.prefixes.key, key)
     assert with_sizes([then], [facts])[0] is then
     assert saved(source()).prefixes is None
-    assert facts.prefixes.own_media is None
-    own_media = np.stack([key > 5, 10 * (key > 5)]).astype(np.int32)
-    then = source(prefixes=SharedPrefixes(key, length, own_media=own_media))
-    facts = saved(then)
-    assert np.array_equal(facts.prefixes.own_media, own_media)
-    (again,) = with_sizes([source(prefixes=SharedPrefixes(key, length))], [facts])
-    assert np.array_equal(again.prefixes.own_media, own_media)
+
+
+def test_prefixes_of_rows_that_share_some_of_their_media_are_refused():
+    """SHARE-10: earlier versions saved them, and this one would count their media wrongly."""
+    shared = SharedPrefixes(np.full(NUM_ROWS, 7, np.uint64), np.full(NUM_ROWS, 30, np.int32))
+    content = to_bytes([saved_source(made := source(prefixes=shared), row_digests(made))])
+    with np.load(io.BytesIO(content)) as arrays:
+        file = io.BytesIO()
+        np.savez(file, **arrays, prefix_own_media0=np.zeros((2, NUM_ROWS), np.int32))
+    with pytest.raises(StateMismatch, match="rows of photos share only some of their media, which is gone"):
+        from_bytes(file.getvalue())
 
 
 def test_nothing_changed_is_nothing():

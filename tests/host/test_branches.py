@@ -9,7 +9,6 @@ from swift_vlpack.errors import ConfigError
 from tests.data_rows import rows_about_images, sentence, text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.host.same_steps import curve, largest_differences, largest_gap, packed_steps, weights
-from tests.images import photo
 from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
@@ -89,36 +88,6 @@ def test_a_whole_run_trains_what_it_trains_without_sharing(  # noqa: PLR0913 - a
     assert other_account["num_tokens"] < 0.6 * account["num_tokens"]
 
 
-def test_rows_that_share_their_first_images_train_what_they_train_without_sharing(small_folder, tmp_path, options):
-    """SHARE-9, SHARE-13: with both proofs, and with further images in the same unit."""
-    rows = [row for of_image in rows_about_images(tmp_path, 8, 4, seed=11) for row in of_image]
-    for number, row in enumerate(rows):
-        if number % 4:  # the first row of each image has no other
-            row["images"] = [*row["images"], photo(tmp_path, f"own{number}", 84, 112, seed=100 + number)]
-            row["messages"][0]["content"] += " and <image>?"
-    dataset = write_jsonl(tmp_path / "train.jsonl", rows)
-    options(packing_batch="samples", packing_strategy="exact", packing_length=1024, record_packs="true")
-    made = {}
-    for share in ("none", "media"):
-        options(packing_share=share)
-        output = tmp_path / share
-        result = run(
-            small_folder(FAMILY), dataset, output, num_train_epochs=2, per_device_train_batch_size=8,
-            gradient_accumulation_steps=1, train_dataloader_shuffle="false", dataset_shuffle="false",
-            freeze_vit="false",
-        )  # fmt: skip
-        (last,) = output.glob("checkpoint-*")
-        made[share] = curve(result["log_history"]), packed_steps(output), weights(last), epoch_report(output)
-    plain, steps, trained, account = made["none"]
-    shared, same_steps, same_trained, other_account = made["media"]
-    assert same_steps == steps
-    assert max(largest_differences(plain, shared)) < 1e-5
-    assert largest_gap(trained, same_trained) < 1e-5
-    assert (account["num_images"], other_account["num_images"]) == (8 * 7, 8 * 4)
-    assert other_account["num_samples"] == account["num_samples"] == len(rows)
-    assert other_account["shared"]["num_apart"] == 0
-
-
 def test_packs_of_units_train_every_row_once(dataset, small_folder, tmp_path, options):
     """SHARE-4, SHARE-9: shuffled, with dataloader workers: nothing is lost, and most tokens are not computed twice."""
     options(packing_share="media", packing_strategy="exact", packing_length=1024, record_packs="true")
@@ -139,6 +108,7 @@ def test_packs_of_units_train_every_row_once(dataset, small_folder, tmp_path, op
     [
         ({"attn_impl": "flash_attn"}, "packing_share=media"),
         ({"neftune_noise_alpha": 5}, "packing_share=media"),
+        ({"streaming": "true", "max_steps": 3}, "packing_share=media needs data with a length.*load the data sized"),
     ],
 )
 def test_what_cannot_share_is_refused(flags, message, dataset, small_folder, tmp_path, options):

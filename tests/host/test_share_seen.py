@@ -33,9 +33,9 @@ OPTIONS = {
 }
 QUESTIONS = (1, 3, 5, 4)
 """Rows of each image."""
-NUM_WITH_OWN = 2
-"""Rows of one more image: these bring another image after it, and one row does not."""
-IN_UNITS = 3 + 5 + 3 + 1 + NUM_WITH_OWN
+NUM_PARTIAL = 2
+"""Rows that bring another image after that of another row: each of the three is whole."""
+IN_UNITS = 3 + 5 + 3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +55,7 @@ def rows(tmp_path_factory):
         found += [image_row([image], sentence(rng, 3, 9), sentence(rng, 2, 9)) for _ in range(num_questions)]
     found[-1]["messages"][0]["content"] = "What is here? <image>"
     shared, *others = (photo(folder, f"several{number}", 112, 84, seed=20 + number) for number in range(3))
-    assert len(others) == NUM_WITH_OWN
+    assert len(others) == NUM_PARTIAL
     found += [image_row([shared, other], sentence(rng, 3, 9), sentence(rng, 2, 9)) for other in others]
     return [image_row([shared], sentence(rng, 3, 9), sentence(rng, 2, 9)), *found]
 
@@ -106,17 +106,18 @@ def test_plan_says_what_sharing_saves(planned, rows):
     """SHARE-80 SHARE-81: against the same plan without sharing, and counted by hand."""
     shared = planned()
     report = shared["share"]
-    assert (report["num_units"], report["num_in_units"], report["num_alone"]) == (4, IN_UNITS, len(rows) - IN_UNITS)
-    assert report["rows_per_prefix"] == {"num_prefixes": 4, "median": 3, "p95": 5, "max": 5}
-    num_own = NUM_WITH_OWN
-    assert report["num_images"] == 3 + 2 + 1 + num_own
-    assert report["num_images_alone"] == sum(QUESTIONS) + 1 + 2 * num_own
-    ((cause, alone),) = report["alone"].items()
-    assert (alone["num_rows"], cause) == (1, "have other tokens before the medium")
-    assert f"vqa.jsonl:{len(rows) - num_own}" in alone["example"]
+    assert (report["num_units"], report["num_in_units"], report["num_alone"]) == (3, IN_UNITS, len(rows) - IN_UNITS)
+    assert report["rows_per_prefix"] == {"num_prefixes": 3, "median": 3, "p95": 5, "max": 5}
+    num_whole = 1 + 2 * NUM_PARTIAL
+    assert report["num_images"] == 3 + 2 + num_whole
+    assert report["num_images_alone"] == sum(QUESTIONS) + num_whole
+    (media, alone_by_media), (tokens, alone) = report["alone"].items()
+    assert (alone_by_media["num_rows"], media) == (1 + NUM_PARTIAL, "share some of their media only")
+    assert (alone["num_rows"], tokens) == (1, "have other tokens before the medium")
+    assert f"vqa.jsonl:{len(rows) - NUM_PARTIAL}" in alone["example"]
     text = plan_text(shared)
-    assert f"{IN_UNITS} rows in 4 units, {len(rows) - IN_UNITS} rows alone: {report['num_tokens']} of " in text
-    assert "rows an image: median 3, p95 5, of 4 prefixes that rows share" in text
+    assert f"{IN_UNITS} rows in 3 units, {len(rows) - IN_UNITS} rows alone: {report['num_tokens']} of " in text
+    assert "rows an image: median 3, p95 5, of 3 prefixes that rows share" in text
     assert "put <image> first in the question" in text
     none = planned(VLPACK_PACKING_SHARE="none")
     assert "share" not in none
@@ -166,7 +167,7 @@ def test_run_counts_what_was_planned(planned, output, rows):
     padding = dict(next(one for one in sections(report) if one.title == "Padding saved").lines)
     assert padding["tokens"].endswith("un-packed, and packs have as many, before what samples share")
     assert f"<b>{shared['num_shared_tokens']:,}</b>tokens saved by sharing" in report_page(report)
-    assert said["shared"] == f"{IN_UNITS} samples in 4 units, {len(rows) - IN_UNITS} alone"
+    assert said["shared"] == f"{IN_UNITS} samples in 3 units, {len(rows) - IN_UNITS} alone"
 
 
 def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
@@ -179,7 +180,7 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
             step = next(number + 1 for number, pack in enumerate(packs) if "prefixes" in pack)  # one pack a step
             of_step = look(run, InspectRequest.of({"step": step}))
             text = "".join(inspect_text(of_step, 110, is_colourful=False))
-    shown, num_with_own = Counter(), 0
+    shown = Counter()
     for pack in packs:
         row = pack["row"]
         ends = [*zip(row["cu_seqlens"], row["cu_seqlens"][1:], strict=False)]
@@ -194,10 +195,8 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
             for at in prefix["members"]:
                 branch = pack["members"][at]
                 assert branch["positions"]["token"][0] == prefix["num_tokens"]
-                num_own = int(len(rows[int(branch["id"].partition(":")[2])]["images"]) > 1)
-                assert (len(branch["pictures"]), branch["num_vision"] > 0) == (num_own, num_own > 0)
-                assert sum(piece["text"].startswith("[image ") for piece in branch["pieces"]) == num_own
-                num_with_own += num_own
+                assert (branch["pictures"], branch["num_vision"]) == ([], 0)
+                assert not any(piece["text"].startswith("[image ") for piece in branch["pieces"])
         for member in pack["members"]:
             shown[member["id"]] += 1
             goes_on = {start for (start, _), parent in zip(ends, row.get("parents", ()), strict=False) if parent != -1}
@@ -205,8 +204,7 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
             answer = rows[int(member["id"].partition(":")[2])]["messages"][1]["content"]
             assert answer in "".join(piece["text"] for piece in member["pieces"] if piece["kind"] == "supervised")
     assert (len(shown), set(shown.values())) == (len(rows), {1})
-    assert sum(len(pack.get("prefixes", [])) for pack in packs) == 4
-    assert num_with_own == NUM_WITH_OWN
+    assert sum(len(pack.get("prefixes", [])) for pack in packs) == 3
     assert " shared)" in text
     assert any(any(pack.shared) for pack in TrainedSteps(output.path).step(step).packs), "and from the log"
     assert "prefix of" in text

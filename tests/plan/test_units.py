@@ -1,6 +1,5 @@
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,77 +100,6 @@ def test_every_row_is_in_one_unit_of_its_image(options):
                 assert num_tokens <= recipe.config.packing_length or len(members) == 1
             assert set(seen) == set(np.flatnonzero(rows[:, 2]).tolist())
             assert max(seen.values()) == 1
-
-
-def with_media_after_prefixes(rng, rows, recipe):
-    """A recipe in which some rows have images of their own after the prefix; with the own images of each row."""
-    own = np.array([rng.choice([0, 0, 1, 2]) if key and length else 0 for key, _, length, *_ in rows.tolist()])
-    (sizes,), (prefixes,) = recipe.sizes, recipe.prefixes
-    sizes = sizes.copy()
-    sizes[1] += own
-    sizes[2] += 10 * own
-    own_media = np.stack([own, 10 * own]).astype(np.int32)
-    return replace(recipe, sizes=(sizes,), prefixes=(prefixes._replace(own_media=own_media),)), own
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"packing_max_images": 5}, {"packing_max_patches": 600}, {"packing_strategy": "greedy"}]
-)
-def test_images_after_a_prefix_are_counted_for_each_row(options):
-    """SHARE-4, SHARE-13, SHARE-80: row by row, under caps, and in packs that are cut for the ranks."""
-    num_branches = 0
-    for rng in cases(25):
-        rows = rows_about_images(rng, rng.randint(3, 20))
-        recipe, own = with_media_after_prefixes(
-            rng, rows, recipe_of(rows, num_ranks=rng.randint(1, 3), packing_drop_last=False, **options)
-        )
-        plan = plan_epoch(recipe, 0)
-        whole_images, whole_patches = recipe.sizes[0][1].tolist(), recipe.sizes[0][2].tolist()
-        config, total = recipe.config, Counter()
-        for members, shared in sequences_of(plan):
-            branches = [bool(num) for num in shared]
-            images = sum(own[row] if is_branch else whole_images[row]
-                         for row, is_branch in zip(members, branches, strict=True))  # fmt: skip
-            patches = sum(10 * own[row] if is_branch else whole_patches[row]
-                          for row, is_branch in zip(members, branches, strict=True))  # fmt: skip
-            assert len(members) == 1 or images <= (config.packing_max_images or images)
-            assert len(members) == 1 or patches <= (config.packing_max_patches or patches)
-            total.update(images=images, patches=patches)
-            num_branches += sum(
-                int(own[row] > 0) for row, is_branch in zip(members, branches, strict=True) if is_branch
-            )
-        report = sharing_report(plan.packs)
-        assert (report["num_images"], report["num_patches"]) == (total["images"], total["patches"])
-        assert plan.packs.images_of_members.sum() == total["images"]
-        kept = [row for members, _ in sequences_of(plan) for row in members]
-        assert report["num_images_alone"] == sum(whole_images[row] for row in kept)
-    assert num_branches > 20
-
-
-def test_rows_that_share_all_their_media_are_planned_as_before():
-    """SHARE-13: also if another row has media after its prefix, or caps count images."""
-    for rng in cases(10):
-        rows = rows_about_images(rng, 12)
-        recipe = recipe_of(rows, packing_max_images=9)
-        (prefixes,) = recipe.prefixes
-        nothing = np.zeros((2, len(rows)), np.int32)
-        counted = replace(recipe, prefixes=(prefixes._replace(own_media=nothing),))
-        assert plan_epoch(recipe, 0).digest() == plan_epoch(counted, 0).digest()
-
-
-def test_steps_that_keep_their_samples_count_images_after_prefixes():
-    """SHARE-5, SHARE-13"""
-    for rng in cases(10):
-        rows = rows_about_images(rng, 8)
-        step = UnpackedStep(3, 2, 1)
-        recipe, own = with_media_after_prefixes(rng, rows, recipe_of(rows, step=step, packing_batch="samples"))
-        plan = plan_epoch(recipe, 0)
-        expected = sum(
-            own[row] if num else recipe.sizes[0][1, row]
-            for members, shared in sequences_of(plan)
-            for row, num in zip(members, shared, strict=True)
-        )
-        assert sharing_report(plan.packs)["num_images"] == expected
 
 
 def test_sharing_saves_what_is_repeated():
@@ -298,9 +226,6 @@ def test_attention_is_tried_on_a_pack_that_shares():
     alone = plan_epoch(recipe_of(rows[4:]), 0).packs
     assert typical_boundaries(alone, alone.config) == Boundaries((30,) * 13)
     assert typical_boundaries(None, PackingConfig(packing_length=400)) == Boundaries((100,) * 4)
-    of_stream = typical_boundaries(None, PackingConfig(packing_length=400, packing_share="media"))
-    assert of_stream.parents.count(ROOT) == 2
-    assert of_stream.num_tokens == 400
 
 
 SET = {"none": {"packing_share_max": 16}, "media": {}}

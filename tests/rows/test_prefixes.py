@@ -1,31 +1,16 @@
 """Which rows have equal beginnings, read from the rows alone."""
 
 import base64
-import random
+import os
 
 import pytest
 from PIL import Image
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.lengths.cache_folder import MEDIA_DIGESTS
-from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import MediaTokens, refuse_sharing, text_config_of
-from swift_vlpack.rows.prefixes import (
-    CannotBeDivided,
-    FirstMedia,
-    HeadReader,
-    Prefix,
-    first_media_of,
-    media_in_prefix,
-    path_of,
-    prefix_of,
-    prefix_of_system,
-    shared_media,
-)
-from swift_vlpack.rows.shared import Alone
-from tests.data_rows import image_row, text_row
-from tests.ranks_in_threads import on_ranks
+from swift_vlpack.rows.prefixes import HeadReader, how_prefixes_differ, prefix_of
+from tests.data_rows import text_row
 
 URL, OTHER_URL = "https://a.b/1.jpg", "https://a.b/2.jpg"
 
@@ -91,53 +76,7 @@ def test_what_comes_after_the_medium_does_not_count(kind):
 @pytest.mark.parametrize("kind", OTHER)
 def test_all_that_decides_the_tokens_through_the_medium_counts(kind):
     """SHARE-41"""
-    found = head(OTHER[kind])
-    assert found.digest
-    assert (found.digest, found.media) != (head(asked()).digest, head(asked()).media)
-
-
-def beginnings(row, **options):
-    """What a row begins with, as the head of a row that has no more media."""
-    found = head(row, **options)
-    assert tuple(first_media_of(b"".join(one.to_bytes() for one in found.first))) == found.first
-    return [(one.digest, tuple(one.of(found.media))) for one in found.first]
-
-
-def as_head(row, **options):
-    return head(row, **options)[:2]
-
-
-def test_row_with_several_media_begins_as_rows_with_fewer():
-    """SHARE-13, SHARE-41: through each of its media but the last, which its head counts."""
-    three = asked("<image><image>which of <image>?", [URL, OTHER_URL, URL])
-    assert beginnings(three) == [as_head(asked()), as_head(asked("<image><image>which?", [URL, OTHER_URL]))]
-    assert beginnings(asked("which?", [URL, OTHER_URL])) == [as_head(asked())], "tags are added"
-    assert beginnings(asked()) == beginnings(text_row()) == beginnings(asked("<image><image>?")) == []
-    assert beginnings(asked("<image> and <image>?", [URL, OTHER_URL], tools=[{"name": "look"}])) == [
-        as_head(asked(tools=[{"name": "look"}]))
-    ]
-    assert beginnings(three, system="Be brief.") != beginnings(three)
-    other_order = asked("<image><image>which?", [OTHER_URL, URL])
-    assert not {*beginnings(other_order)} & {*beginnings(three)}
-
-
-def test_media_after_an_answer_are_no_beginning():
-    """SHARE-13: those before it are, also the last of them."""
-    later = {"messages": [*asked()["messages"], *asked()["messages"]], "images": [URL, OTHER_URL]}
-    assert head(later).cause is Alone.AFTER_ANSWER
-    assert beginnings(later) == [as_head(asked())]
-    hello = {"messages": [*text_row("hi")["messages"], *asked()["messages"]], "images": [URL]}
-    assert beginnings(hello) == []
-
-
-def test_beginnings_follow_the_order_of_the_text():
-    """SHARE-13: a video, then an image; and the other way round. The first of two images has no text after it."""
-    both = {**text_row("<video>what? <image>and?"), "videos": [OTHER_URL], "images": [URL]}
-    assert beginnings(both) == [as_head({**text_row("<video>who?"), "videos": [OTHER_URL]})]
-    frames = {**text_row("<image>what? <video>and?"), "videos": [[URL, URL]], "images": [OTHER_URL]}
-    assert beginnings(frames) == [as_head(asked(images=[OTHER_URL]))]
-    turns = {"messages": [{"role": "user", "content": "<image>"}, *asked()["messages"]], "images": [URL, OTHER_URL]}
-    assert beginnings(turns) == [as_head(asked("<image>", [URL]))] != [as_head(asked())]
+    assert head(OTHER[kind]).key not in (head(asked()).key, b"")
 
 
 def test_settings_of_the_source_count():
@@ -147,75 +86,55 @@ def test_settings_of_the_source_count():
     assert head(asked(), max_pixels=40000) != plain
 
 
-ALONE = {
-    "image in a later turn": (
-        {"messages": [*text_row("hi")["messages"], *asked()["messages"]], "images": [URL]},
-        Alone.AFTER_ANSWER,
-    ),
-    "image in an answer": ({**text_row("draw", "<image>"), "images": [URL]}, Alone.AFTER_ANSWER),
-    "document": (
-        {"messages": [{"role": "assistant", "content": "<image>a house"}], "images": [URL]},
-        Alone.NO_TOKEN_BETWEEN,
-    ),
-    "more tags": (asked("<image><image>what?"), Alone.TAGS),
-    "tag in the system": (
-        {"messages": [{"role": "system", "content": "<image>"}, *asked("x")["messages"]], "images": [URL]},
-        Alone.TAGS,
-    ),
-    "tagged path": (text_row(f"<img>{__file__}</img>what?"), Alone.NOTHING_SHARED),
-    "missing file": (asked(images=["gone.jpg"]), Alone.NOTHING_SHARED),
-    "tokens": ({"messages": [{"role": "user", "content": [1, 2]}], "images": [URL]}, Alone.NOTHING_SHARED),
-    "no messages": ({"images": [URL]}, Alone.NOTHING_SHARED),
+CANNOT = {
+    "image in a later turn": {"messages": [*text_row("hi")["messages"], *asked()["messages"]], "images": [URL]},
+    "image in an answer": {**text_row("draw", "<image>"), "images": [URL]},
+    "document": {"messages": [{"role": "assistant", "content": "<image>a house"}], "images": [URL]},
+    "more tags": asked("<image><image>what?"),
+    "tag in the system": {
+        "messages": [{"role": "system", "content": "<image>"}, *asked("x")["messages"]],
+        "images": [URL],
+    },
+}
+UNKNOWN = {
+    "tagged path": text_row(f"<img>{__file__}</img>what?"),
+    "missing file": asked(images=["gone.jpg"]),
+    "tokens": {"messages": [{"role": "user", "content": [1, 2]}], "images": [URL]},
+    "no messages": {"images": [URL]},
+    "a text": text_row("one"),
+    "a document": {"messages": [{"role": "assistant", "content": "a document"}]},
 }
 
 
-@pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.parametrize("kind", CANNOT)
+def test_rows_that_cannot_share_name_their_media(kind):
+    """SHARE-42: they are counted if another row has their medium."""
+    assert head(CANNOT[kind]) == (b"", head(asked()).media)
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
 def test_rows_of_other_forms_share_nothing(kind):
-    """SHARE-42: with a cause where there is one to name."""
-    row, cause = ALONE[kind]
-    assert (head(row).digest, head(row).cause) == (b"", cause)
+    """SHARE-41"""
+    assert head(UNKNOWN[kind]) == (b"", ())
 
 
-def test_rows_without_media_share_by_their_system_turn():
-    """SHARE-43"""
-    plain = head(text_row("one"))
-    assert plain.digest
-    assert plain.media == ()
-    assert head(text_row("another", "answer")) == plain
-    assert head(text_row("one"), system="Be brief.").digest not in (plain.digest, b"")
-    assert head({**text_row("one"), "tools": [{"name": "look"}]}).digest not in (plain.digest, b"")
-    assert head({"messages": [{"role": "assistant", "content": "a document"}]}).digest == b""
+# -- media ------------------------------------------------------------------------------------------------------------
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
-
-def test_files_with_the_same_bytes_are_one_image(tmp_path, monkeypatch):
-    """SHARE-44: against a comparison of all bytes, and with as little reading as possible."""
-    rng = random.Random(0)
-    contents = {}
-    for n in range(60):
-        content = bytearray(rng.choice([50, 9000, 20_000, 20_001]))
-        content[rng.randrange(len(content))] = rng.choice([0, 1])
-        contents[str(tmp_path / f"{n}.jpg")] = bytes(content)
-    contents[str(tmp_path / "alone.jpg")] = bytes(77)
-    reader = HeadReader()
-    for path, content in contents.items():
-        with open(path, "wb") as file:
-            file.write(content)
-        (name,) = reader.head(asked(images=[path])).media
-        assert path_of(name) == path
-    found = identities(reader.files, tmp_path)
-    for one, content in contents.items():
-        for other, further in contents.items():
-            if one != other:
-                assert (found.get(one, one) == found.get(other, other)) == (content == further)
-    of_ranks = on_ranks(3, lambda rank: identities(reader.files, None, rank))
-    assert of_ranks == [found] * 3
-    monkeypatch.setattr("builtins.open", lambda *args, **options: pytest.fail(f"opened {args}"))
-    assert str(tmp_path / "alone.jpg") not in found
-    assert identities(reader.files, tmp_path) == found, "remembered"
-    assert (tmp_path / MEDIA_DIGESTS).exists()
+def test_file_is_one_medium_by_whatever_path_it_is_named(tmp_path, monkeypatch):
+    """SHARE-44: a link, a way through another folder, a path from here; and not its copy, nor what it becomes."""
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(path)
+    (tmp_path / "b.png").write_bytes(path.read_bytes())
+    (tmp_path / "link.png").symlink_to(path)
+    (tmp_path / "folder").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names = ["a.png", "link.png", "folder/a.png", str(tmp_path / "folder" / "link.png"), f"file://{path}"]
+    first = head(asked(images=[str(path)]))
+    assert all(head(asked(images=[name])) == first for name in names)
+    assert head(asked(images=["b.png"])) != first
+    os.utime(path, ns=(1, 1))
+    assert head(asked(images=[str(path)])) != first
 
 
 def test_content_in_the_row_counts_by_its_bytes():
@@ -292,12 +211,12 @@ def encoded(ids, first_target):
 @pytest.mark.parametrize(
     ("ids", "first_target", "expected"),
     [
-        ([Q, S, P, P, E, Q, Q, A], 7, Prefix(5)),
-        ([S, P, P, E, Q, A], 5, Prefix(4)),
-        ([S, P, P, E, A, A], 4, Prefix(3)),  # the closing token stays in the branch, whose first token is no target
-        ([S, P, P, A, A, A], 3, Prefix(0, Alone.NO_TOKEN_BETWEEN)),
-        ([S, P, P, E], 4, Prefix(3)),  # every branch has a token of its own
-        ([S, P, P], 3, Prefix(0, Alone.NO_TOKEN_BETWEEN)),
+        ([Q, S, P, P, E, Q, Q, A], 7, 5),
+        ([S, P, P, E, Q, A], 5, 4),
+        ([S, P, P, E, A, A], 4, 3),  # the closing token stays in the branch, whose first token is no target
+        ([S, P, P, A, A, A], 3, 0),
+        ([S, P, P, E], 4, 3),  # every branch has a token of its own
+        ([S, P, P], 3, 0),
     ],
 )
 def test_prefix_ends_before_the_token_before_the_first_target(ids, first_target, expected):
@@ -305,60 +224,38 @@ def test_prefix_ends_before_the_token_before_the_first_target(ids, first_target,
     found = prefix_of(encoded(ids, first_target), TOKENS)
     assert found == expected
     labels = encoded(ids, first_target)["labels"]
-    assert set(labels[: found.length + bool(found.length)]) <= {NO_LABEL}
+    assert set(labels[: found + bool(found)]) <= {NO_LABEL}
 
 
-def test_prefix_ends_with_the_last_medium_that_is_shared():
-    """SHARE-40, SHARE-13: with the images and patches up to there, and not further media."""
+def test_prefix_ends_with_the_last_medium():
+    """SHARE-40"""
     import torch
 
     ids = [S, P, P, E, Q, S, P, E, S, P, P, P, E, Q, A]
-    sample = {
-        "input_ids": ids,
-        "labels": [NO_LABEL] * 14 + [A],
-        "image_grid_thw": torch.tensor([[1, 1, n] for n in (2, 1, 3)]),
-    }
-    first, two = (FirstMedia(b"", ((0, num),), num, 3) for num in (1, 2))
-    assert prefix_of(sample, TOKENS, first) == Prefix(4, images=1, patches=2)
-    assert prefix_of(sample, TOKENS, two) == Prefix(8, images=2, patches=3)
-    assert prefix_of(sample, TOKENS) == Prefix(13)
-    of_four = first._replace(num_of_row=4)
-    assert prefix_of(sample, TOKENS, of_four) == Prefix(0, Alone.FAMILY_UNKNOWN), "two of them are one run of tokens"
-    sample["pixel_values"] = torch.arange(6.0)[:, None]
-    inside = media_in_prefix(sample, 8, TOKENS)
-    assert inside == (2, {"image_grid_thw": 2, "pixel_values": 3})
-    assert {name: value.tolist() for name, value in shared_media(sample, inside).items()} == {
-        "image_grid_thw": [[1, 1, 2], [1, 1, 1]],
-        "pixel_values": [[0.0], [1.0], [2.0]],
-    }
-    assert media_in_prefix(sample, 13, TOKENS) is None
-    sample["pixel_values"] = torch.zeros(7, 1)
-    with pytest.raises(CannotBeDivided, match="7 rows of pixel_values for 6"):
-        media_in_prefix(sample, 8, TOKENS)
+    grids = torch.tensor([[1, 1, n] for n in (2, 1, 3)])
+    assert prefix_of({**encoded(ids, 14), "image_grid_thw": grids}, TOKENS) == 13
 
 
 def test_family_that_is_not_known_to_divide_shares_nothing():
     """SHARE-42"""
-    sample = {**encoded([S, P, P, E, Q, A], 5), "some_pixels": [1]}
-    assert prefix_of(sample, TOKENS) == Prefix(0, Alone.FAMILY_UNKNOWN)
-    assert prefix_of({"input_ids": [Q, A], "labels": [NO_LABEL, A]}, TOKENS) == Prefix(0)
+    assert prefix_of({**encoded([S, P, P, E, Q, A], 5), "some_pixels": [1]}, TOKENS) == 0
+    assert prefix_of({"input_ids": [Q, A], "labels": [NO_LABEL, A]}, TOKENS) == 0
 
 
-def test_system_turn_ends_where_conversations_differ():
-    """SHARE-43"""
+def test_prefixes_are_compared_by_tokens_types_grids_and_pixels():
+    """SHARE-8: pixels only if the row brings any, as a row without was encoded by the header of the same image."""
+    import torch
 
-    def talk(*ids, target=2):
-        return {"input_ids": list(ids), "labels": [NO_LABEL] * (len(ids) - target) + list(ids[-target:])}
-
-    assert prefix_of_system([talk(1, 2, 3, 7, 9, 9), talk(1, 2, 3, 8, 9, 9)]) == Prefix(3)
-    assert prefix_of_system([talk(1, 2, 9, 9), talk(1, 2, 9, 9)]) == Prefix(1), "no branch begins with a target"
-
-
-def test_photo_is_read_by_its_name(tmp_path):
-    """SHARE-44: the same file by two paths has one key once its bytes are compared."""
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
-    reader = HeadReader()
-    heads = [reader.head(image_row([str(tmp_path / name)])) for name in ("a.png", "b.png")]
-    assert heads[0].digest == heads[1].digest
-    assert len({*identities(reader.files).values()}) == 1
+    row = {**encoded([S, P, P, E, Q, A], 5), "pixel_values": torch.ones(2, 3), "token_type_ids": [0, 1, 1, 0, 0, 0]}
+    assert how_prefixes_differ({**row, "input_ids": [S, P, P, E, A, Q]}, row, 4) is None
+    others = {
+        "tokens": {"input_ids": [Q, P, P, E, Q, A]},
+        "token_type_ids": {"token_type_ids": [0, 1, 0, 0, 0, 0]},
+        "image_grid_thw": {"image_grid_thw": torch.tensor([[1, 2, 1]])},
+        "pixel_values": {"pixel_values": torch.zeros(2, 3)},
+    }
+    for name, other in others.items():
+        assert how_prefixes_differ({**row, **other}, row, 4) == f"other {name}"
+    without = {name: value for name, value in row.items() if name != "pixel_values"}
+    assert how_prefixes_differ(without, {**row, **others["pixel_values"]}, 4) is None
+    assert how_prefixes_differ(row, without, 4) == "other pixel_values"

@@ -13,8 +13,7 @@ from swift_vlpack.attention.prepare import prepare_model
 from swift_vlpack.errors import BoundaryError
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.dataset import PackingDataset
-from swift_vlpack.feed.units import IN_PREFIX, SHARED
-from swift_vlpack.proof.choose_samples import chosen_samples
+from swift_vlpack.feed.units import SHARED, Unit
 from swift_vlpack.rows.contents import NO_LABEL, media_spans
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import PIXELS, MediaTokens
@@ -119,15 +118,8 @@ def trained(model, template, packs):
     return total, {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_units_train_what_their_rows_train_one_by_one(name, loaded, tmp_path):
-    """SHARE-6, SHARE-7: loss and every gradient, and each image goes through the tower once."""
-    model, template = loaded(name)
-    rows, image_of_row = rows_about(tmp_path, 3, 4)
-    packs = packs_of(rows, image_of_row, template)
-    assert sorted(sample["sample_id"].row for pack in packs for sample in pack) == [*range(len(rows))]
-    assert sum(SHARED in sample for pack in packs for sample in pack) == 3 * 3
-    assert sum(pack.record.num_images for pack in packs) == 3
+def assert_trained_as_alone(loaded, rows, packs):
+    model, template = loaded
     loss, gradients = trained(model, template, packs)
     expected, one_by_one = trained(model, template, [[sample] for sample in encoded(rows, template)])
     assert loss == pytest.approx(expected, rel=1e-6)
@@ -137,69 +129,16 @@ def test_units_train_what_their_rows_train_one_by_one(name, loaded, tmp_path):
         assert gap < 1e-5, parameter
 
 
-def rows_of_several_images(folder):
-    """Rows that share all of their images, two of three, one of two, with each other or with a row of fewer."""
-    sizes = [(70, 90), (60, 110), (84, 84), (84, 84), (120, 60), (84, 112), (84, 112)]
-    a, b, c, d, e, f, g = (photo(folder, f"p{n}", *size, seed=n) for n, size in enumerate(sizes))
-
-    def row(text, images, answer="an answer"):
-        return {**text_row(text, f"{answer} to {text[-6:]}"), "images": images}
-
-    return [
-        row("<image><image><image>which is old?", [a, b, c]),
-        row("<image><image><image>which is new?", [a, b, d]),
-        row("<image><image>are they alike?", [a, b]),
-        row("<image>and then <image>, is it the same?", [e, c]),
-        row("<image>and now <image>, is it larger?", [e, d]),
-        row("<image>what is it?", [f]),
-        row("<image>who made it?", [f]),
-        row("<image>is it like <image> and like <image>?", [f, g, a]),
-        row("<image><image>twice the same?", [g, g]),
-        row("<image><image>the same, or not?", [g, f]),
-        {
-            "messages": [*row("<image>first?", [])["messages"], *row("<image>second?", [])["messages"]],
-            "images": [c, f],
-        },
-        {"messages": [*row("<image>begin!", [])["messages"], *row("go on", [])["messages"]], "images": [c]},
-        text_row("without an image", "none"),
-    ]
-
-
-def packs_of_several_images(template, folder):
-    """These rows, and all of them in one pack."""
-    rows = rows_of_several_images(folder)
-    config = PackingConfig(
-        packing_length=6000, packing_strategy="exact", packing_share="media", packing_drop_last=False
-    )
-    return rows, PackingDataset(rows, template, config)
-
-
-IN_UNITS, NUM_BRANCHES, NUM_OWN = 12, 7, 8
-"""Rows of `rows_of_several_images` that share, all but the first of each unit, and rows with media after a prefix."""
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_share_their_first_images_train_what_they_train_one_by_one(name, loaded, tmp_path):
-    """SHARE-6, SHARE-7, SHARE-13: each branch brings the images that it does not share."""
-    model, template = loaded(name)
-    rows, dataset = packs_of_several_images(template, tmp_path)
-    prefixes = dataset.sources[0].prefixes
-    assert (prefixes.num_sharing, prefixes.own_media.any(axis=0).sum()) == (IN_UNITS, NUM_OWN)
-    packs = [dataset[number] for number in range(len(dataset))]
-    assert sum(SHARED in sample for pack in packs for sample in pack) == NUM_BRANCHES
-    assert sum(pack.record.num_apart for pack in packs) == 0
-    samples = encoded(rows, template)
-    assert sum(pack.record.num_images for pack in packs) == dataset.epoch_plan.packs.images_of_members.sum() == 15
-    batches = [Collator(template).sequence(pack) for pack in packs]
-    num_patches = sum(len(batch["pixel_values"]) for batch in batches)
-    assert num_patches < sum(len(sample["pixel_values"]) for sample in samples if "pixel_values" in sample)
-    loss, gradients = trained(model, template, packs)
-    expected, one_by_one = trained(model, template, [[sample] for sample in samples])
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert gradients.keys() == one_by_one.keys()
-    for parameter, gradient in one_by_one.items():
-        gap = (gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12)
-        assert gap < 1e-5, parameter
+def test_units_train_what_their_rows_train_one_by_one(name, loaded, tmp_path):
+    """SHARE-6, SHARE-7: loss and every gradient, and each image goes through the tower once."""
+    template = loaded(name)[1]
+    rows, image_of_row = rows_about(tmp_path, 3, 4)
+    packs = packs_of(rows, image_of_row, template)
+    assert sorted(sample["sample_id"].row for pack in packs for sample in pack) == [*range(len(rows))]
+    assert sum(SHARED in sample for pack in packs for sample in pack) == 3 * 3
+    assert sum(pack.record.num_images for pack in packs) == 3
+    assert_trained_as_alone(loaded(name), rows, packs)
 
 
 def planned(rows, template, **options):
@@ -208,131 +147,66 @@ def planned(rows, template, **options):
     return PackingDataset(rows, template, PackingConfig(**{**config, **options}))
 
 
-def several(text, *paths):
-    return image_row(list(paths), text)
-
-
-def assert_trained_as_alone(loaded, rows, packs):
-    model, template = loaded
-    loss, gradients = trained(model, template, packs)
-    kept = [row for pack in packs for row in (sample["sample_id"].row for sample in pack)]
-    assert len(kept) == len(set(kept))
-    expected, one_by_one = trained(model, template, [[sample] for sample in encoded([rows[n] for n in kept], template)])
-    assert loss == pytest.approx(expected, rel=1e-6)
-    for parameter, gradient in one_by_one.items():
-        gap = (gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12)
-        assert gap < 1e-5, parameter
-
-
-def test_first_row_with_an_image_of_its_own_breaks_and_the_next_brings_the_shared_one(loaded, tmp_path):
-    """SHARE-8, SHARE-13: whichever row of the unit is first."""
-    a, *others = (photo(tmp_path, f"p{n}", 84, 112, seed=n) for n in range(4))
-    rows = [several(f"question {n}", a, other) for n, other in enumerate(others)] + [several("only it?", a)]
-    for at in (0, 3):
-        ordered = [{**row} for row in (*rows[at:], *rows[:at])]
-        dataset = planned(ordered, loaded("Qwen2.5-VL")[1])
-        first = dataset.address(0).samples[0].row_index
-        ordered[first]["images"] = [str(tmp_path / "gone.jpg"), *ordered[first]["images"][1:]]
-        pack = dataset[0]
-        assert [left.sample_id.row for left in pack.record.left_out] == [first]
-        assert (len(pack), sum(SHARED in sample for sample in pack), pack.record.num_apart) == (3, 2, 0)
-        assert_trained_as_alone(loaded("Qwen2.5-VL"), ordered, [pack])
-
-
-def test_shared_image_that_differs_after_all_puts_its_row_apart(loaded, tmp_path, caplog):
-    """SHARE-8, SHARE-13: and another image after the prefix does not."""
-    a, b, c, d, other = (photo(tmp_path, f"p{n}", 84, 112, seed=n) for n in range(5))
-    rows = [several(f"question {n}", a, image) for n, image in enumerate((b, c, d))]
-    dataset = planned(rows, loaded("Qwen2.5-VL")[1])
-    _, second, third = (where.row_index for where in dataset.address(0).samples)
-    rows[second]["images"][0] = other
-    rows[third]["images"][1] = other
-    with caplog.at_level(logging.WARNING):
-        pack = dataset[0]
-    apart = [sample["sample_id"].row for sample in pack if SHARED not in sample]
-    assert pack.record.num_apart == 1
-    assert len(apart) == 2
-    assert pack.record.num_images == 2 + 2 + 1
-    assert "other pixel_values" in caplog.text
-    assert_trained_as_alone(loaded("Qwen2.5-VL"), rows, [pack])
-
-
-def test_pack_that_is_cut_within_a_unit_brings_the_shared_image_again(loaded, tmp_path):
-    """SHARE-4, SHARE-13: packs of two rows, and one image in two of them."""
-    a, *others = (photo(tmp_path, f"p{n}", 84, 112, seed=n) for n in range(5))
-    rows = [several(f"question {n}", a, other) for n, other in enumerate(others)]
-    dataset = planned(rows, loaded("Qwen2.5-VL")[1], packing_share_max=2)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_with_several_images_share_all_of_them_or_none(name, loaded, tmp_path):
+    """SHARE-6, SHARE-7: rows with the same images, in one order, are a unit; rows with some of them are whole."""
+    a, b, c = (photo(tmp_path, f"p{n}", *size, seed=n) for n, size in enumerate([(70, 90), (60, 110), (84, 84)]))
+    images = [(a, b), (a, b), (a, b), (b, a), (b, a), (a,), (a, b, c), (b, c)]
+    rows = [image_row([*paths], f"question {number}?", f"answer {number}") for number, paths in enumerate(images)]
+    dataset = planned([*rows, text_row("without an image", "none")], loaded(name)[1])
     packs = [dataset[number] for number in range(len(dataset))]
-    assert sum(pack.record.num_images for pack in packs) == 2 * 3
-    assert_trained_as_alone(loaded("Qwen2.5-VL"), rows, packs)
-    dataset = planned(rows, loaded("Qwen2.5-VL")[1], packing_max_images=4)
-    packs = [dataset[number] for number in range(len(dataset))]
-    assert max(pack.record.num_images for pack in packs) == 4
-    assert_trained_as_alone(loaded("Qwen2.5-VL"), rows, packs)
+    assert np.flatnonzero(dataset.sources[0].prefixes.key).tolist() == [0, 1, 2, 3, 4]
+    assert sum(SHARED in sample for pack in packs for sample in pack) == 3
+    assert sum(pack.record.num_apart for pack in packs) == 0
+    assert sum(pack.record.num_images for pack in packs) == dataset.epoch_plan.packs.images_of_members.sum() == 10
+    assert_trained_as_alone(loaded(name), [*rows, text_row("without an image", "none")], packs)
+
+
+def test_pack_that_is_cut_within_a_unit_brings_the_image_again(loaded, tmp_path):
+    """SHARE-4: units of two rows at most, and packs of one image."""
+    image, other = (photo(tmp_path, f"p{n}", 84, 112, seed=n) for n in range(2))
+    rows = [image_row([image], f"question {n}") for n in range(5)] + [image_row([other], "and this?")]
+    for options, num_images in (({"packing_share_max": 2}, 4), ({"packing_max_images": 1}, 2)):
+        dataset = planned(rows, loaded("Qwen2.5-VL")[1], **options)
+        packs = [dataset[number] for number in range(len(dataset))]
+        assert sum(pack.record.num_images for pack in packs) == num_images
+        assert_trained_as_alone(loaded("Qwen2.5-VL"), rows, packs)
 
 
 @pytest.mark.slow
 @pytest.mark.telling
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen2-VL", "Qwen3-VL"])
-def test_videos_and_images_are_divided_each_by_its_kind(name, loaded, tmp_path):
-    """SHARE-6, SHARE-13: a shared video with an image after it, and a shared image with a video after it."""
+def test_rows_that_share_a_video_and_an_image_train_what_they_train_one_by_one(name, loaded, tmp_path):
+    """SHARE-6, SHARE-7"""
     frames = [photo(tmp_path, f"f{n}", 112, 112, seed=n) for n in range(8)]
-    a, b, c = (photo(tmp_path, f"p{n}", 84, 112, seed=20 + n) for n in range(3))
-    film, other = frames[:4], frames[4:]
+    image = photo(tmp_path, "a", 84, 112, seed=20)
 
     def row(text, images, videos):
-        return {**text_row(text, f"it is {text[-8:]}"), "images": images, "videos": videos}
+        media = {"images": images} if images else {}
+        return {**text_row(text, f"it is {text[-8:]}"), **media, "videos": videos}
 
     rows = [
-        row("<video>what is it like? <image>this?", [a], [film]),
-        row("<video>who is it? <image>or this?", [b], [film]),
-        row("<video>what then?", [], [film]),
-        row("<image>moves? <video>so?", [c], [other]),
-        row("<image>goes? <video>and <video>so?", [c], [other, film]),
+        row("<video>and <image>what is it like?", [image], [frames[:4]]),
+        row("<video>and <image>who is it?", [image], [frames[:4]]),
+        row("<video>and <image>what then?", [image], [frames[4:]]),
+        row("<video>so?", [], [frames[4:]]),
+        row("<video>and what now?", [], [frames[4:]]),
     ]
-    loaded = loaded(name)
-    dataset = planned(rows, loaded[1], packing_length=12000)
-    assert dataset.dataset.sources[0].prefixes.num_sharing == 5
+    dataset = planned(rows, loaded(name)[1], packing_length=12000)
     packs = [dataset[number] for number in range(len(dataset))]
-    assert sum(SHARED in sample for pack in packs for sample in pack) == 3
-    assert sum(pack.record.num_apart for pack in packs) == 0
-    assert sum(pack.record.num_images for pack in packs) == 3
-    assert_trained_as_alone(loaded, rows, packs)
+    assert np.flatnonzero(dataset.sources[0].prefixes.key).tolist() == [0, 1, 3, 4]
+    assert sum(SHARED in sample for pack in packs for sample in pack) == 2
+    assert sum(pack.record.num_images for pack in packs) == 2
+    assert_trained_as_alone(loaded(name), rows, packs)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_that_share_their_first_images_are_proved(name, loaded, tmp_path):
-    """SHARE-64, SHARE-65: with a branch that brings an image in the pack that is measured."""
-    model, template = loaded(name)
-    _, dataset = packs_of_several_images(template, tmp_path)
-    chosen = chosen_samples(dataset, lambda sample: True)
-    assert sum(IN_PREFIX in sample for sample in chosen) >= 3
-    assert prove(model, template, dataset).startswith("isolation verified: max difference 0.0")
-
-
-SYSTEM = "You answer in one sentence, politely, and never with more words than the question has. " * 6
-
-
-@pytest.mark.parametrize("name", ["Qwen2.5-VL", pytest.param("Qwen3", marks=TELLING)])
-def test_trainer_of_ones_own_shares_without_a_line_more(name, loaded, tmp_path):
-    """SHARE-7, SHARE-43: rows of a list; of a text model, rows share the end of their system turn."""
-    model, template = loaded(name)
+def test_trainer_of_ones_own_shares_without_a_line_more(loaded, tmp_path):
+    """SHARE-7: rows of a list."""
     rows, _ = rows_about(tmp_path, 2, 4)
-    if name == "Qwen3":
-        rows = [text_row(f"question {number}", "word " * (number + 1)) for number in range(8)]
-        rows = [{"messages": [{"role": "system", "content": SYSTEM}, *row["messages"]]} for row in rows]
-    config = PackingConfig(
-        packing_length=1200, packing_strategy="exact", packing_share="media", packing_drop_last=False
-    )
-    dataset = PackingDataset(rows, template, config)
+    dataset = planned(rows, loaded("Qwen2.5-VL")[1], packing_length=1200)
     packs = [dataset[number] for number in range(len(dataset))]
-    assert sum(SHARED in sample for pack in packs for sample in pack) >= 6
-    loss, gradients = trained(model, template, packs)
-    expected, one_by_one = trained(model, template, [[sample] for sample in encoded(rows, template)])
-    assert loss == pytest.approx(expected, rel=1e-6)
-    for parameter, gradient in one_by_one.items():
-        gap = (gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12)
-        assert gap < 1e-5, parameter
+    assert sum(SHARED in sample for pack in packs for sample in pack) == 6
+    assert_trained_as_alone(loaded("Qwen2.5-VL"), rows, packs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -429,6 +303,14 @@ def test_rows_of_a_unit_whose_first_row_breaks_go_on_without_it(loaded, tmp_path
     assert len(with_pixels) == 1
     assert sum(SHARED in sample for sample in pack) == len(of_image) - 2
     assert Collator(template).sequence(pack)["input_ids"].shape[-1] == pack.record.num_tokens
+
+
+def test_rows_of_a_unit_whose_first_row_does_not_fit_go_on_without_it():
+    """SHARE-8: the next row brings the pixels, and the others are its branches."""
+    pixels = torch.ones(2, 3)
+    unit = Unit([{"name": "a", "pixel_values": pixels}, {"name": "b"}, {"name": "c"}], prefix=4)
+    assert unit.in_pack([1, 2]) == [{"name": "b", "pixel_values": pixels}, {"name": "c", SHARED: 4}]
+    assert unit.in_pack([]) == []
 
 
 def test_sounds_that_are_as_long_as_the_sequence_stay_whole(loaded, tmp_path, monkeypatch):

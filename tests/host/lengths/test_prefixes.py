@@ -17,16 +17,13 @@ from swift.template import get_template
 from swift_vlpack.comm import ALONE
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.host import headers, length_pass
-from swift_vlpack.lengths import media_digests
 from swift_vlpack.lengths import prefixes as pass_of_prefixes
-from swift_vlpack.lengths.cache_folder import remembered_in, shared_files
-from swift_vlpack.lengths.prefixes import SharingLimits, SourceToShare, sharing_rows, with_prefixes
+from swift_vlpack.lengths.cache_folder import remembered_in
+from swift_vlpack.lengths.prefixes import SourceToShare, sharing_rows, with_prefixes
 from swift_vlpack.lengths.rows_work import Encoders
-from swift_vlpack.rows.contents import media_spans
 from swift_vlpack.rows.encoder import RowEncoder
-from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.prefixes import have_same_prefix
+from swift_vlpack.rows.prefixes import how_prefixes_differ
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address
 from swift_vlpack.rows.shared import Alone
@@ -39,12 +36,12 @@ from tests.images import photo
 from tests.ranks_in_threads import on_ranks
 from tests.videos import video
 
-LIMITS = SharingLimits(packing_length=2048, least_system_tokens=16)
+PACKING_LENGTH = 2048
 
 
-def shared(template, sources, cache, limits=LIMITS):
+def shared(template, sources, cache, packing_length=PACKING_LENGTH):
     """The sources with the prefixes that their rows share."""
-    return length_pass.with_all_lengths(sources, RowEncoder(template), ARGS, str(cache), sharing=limits)
+    return length_pass.with_all_lengths(sources, RowEncoder(template), ARGS, str(cache), share_within=packing_length)
 
 
 @pytest.fixture
@@ -75,34 +72,8 @@ def test_rows_of_one_image_share_the_tokens_through_it(template, tmp_path):
     for members in by_key.values():
         first, length = members[0]
         assert all(rows[n]["images"] == rows[first]["images"] for n, _ in members)
-        assert all(have_same_prefix(samples[first], samples[n], length) for n, _ in members)
+        assert all(how_prefixes_differ(samples[first], samples[n], length) is None for n, _ in members)
         assert samples[first]["input_ids"][length - 1] == end
-
-
-SYSTEM = {"role": "system", "content": "You are helpful assistant. " * 8}
-
-
-def with_turn(row, turn=SYSTEM):
-    return {**row, "messages": [turn, *row["messages"]]}
-
-
-def test_texts_share_their_system_turn_from_enough_tokens_on(template, tmp_path):
-    """SHARE-43: whatever the questions begin with, and not what every row has by default."""
-    odd = ["plain", "\n\nlines", " space", "<b>", "", "\u00e9"]
-    rows = [*(with_turn(text_row(text, "yes")) for text in odd), *(text_row(text, "no") for text in odd)]
-    (found,) = shared(template, [source(rows)], tmp_path / "cache")
-    key, length = found.prefixes.key, found.prefixes.length
-    assert len(set(key[: len(odd)].tolist())) == 1
-    assert not key[len(odd) :].any()
-    assert not length[len(odd) :].any()
-    samples = [RowEncoder(template).sample(row, found.sample_id(0)) for row in rows[: len(odd)]]
-    assert all(have_same_prefix(samples[0], other, int(length[0])) for other in samples)
-    turn_end = samples[0]["input_ids"].index(template.tokenizer.convert_tokens_to_ids("<|im_end|>"))
-    assert length[0] > turn_end
-    (none,) = shared(
-        template, [source(rows)], tmp_path / "cache", SharingLimits(packing_length=2048, least_system_tokens=900)
-    )
-    assert not none.prefixes.num_sharing
 
 
 def test_sources_share_with_each_other_if_their_settings_are_equal(template, tmp_path):
@@ -122,7 +93,7 @@ def test_sources_share_with_each_other_if_their_settings_are_equal(template, tmp
 
 
 def test_rows_that_stay_alone_are_counted_by_cause_with_the_way_out(template, tmp_path, caplog):
-    """SHARE-42"""
+    """SHARE-42: a medium after an answer, a tag too many and a row as long as a pack are of the third cause."""
     paths = [photo(tmp_path, name, 200, 200, seed=n) for n, name in enumerate("abcdefg")]
     later = {**text_row("hi"), "images": [paths[2]]}
     later["messages"] = [*later["messages"], *image_row([paths[2]])["messages"]]
@@ -139,17 +110,14 @@ def test_rows_that_stay_alone_are_counted_by_cause_with_the_way_out(template, tm
         image_row([paths[6]], "long " * 700),
         image_row([paths[6]]),
     ]
-    limits = replace(LIMITS, packing_length=600)
     with caplog.at_level("INFO", pass_of_prefixes.logger.name):
-        (found,) = shared(template, [source(rows)], tmp_path / "cache", limits)
+        (found,) = shared(template, [source(rows)], tmp_path / "cache", packing_length=600)
     assert found.prefixes.num_sharing == 2
     causes = {one.cause: (one.num_rows, one.example) for one in found.prefixes.alone}
     assert causes == {
         Alone.OTHER_TOKENS: (2, 2),
-        Alone.AFTER_ANSWER: (1, 5),
         Alone.OTHER_MEDIA: (2, 6),
-        Alone.TAGS: (1, 8),
-        Alone.TOO_LONG: (1, 10),
+        Alone.CANNOT: (3, 5),
     }
     said = caplog.text
     assert "source rows: 2 rows of 12 share 1 prefix, median 2 rows each" in said
@@ -157,105 +125,16 @@ def test_rows_that_stay_alone_are_counted_by_cause_with_the_way_out(template, tm
     assert "rows row 3" in said
 
 
-def several(text, *paths):
-    return image_row(list(paths), text)
-
-
-def rows_with_first_images_in_common(folder):
-    a, b, c, d, e = (photo(folder, f"p{n}", 84 + 28 * n, 112, seed=n) for n in range(5))
-    return [
-        several("one?", a, b, c),
-        several("two?", a, b, d),
-        several("three?", a, e),  # its partners share more
-        several("four?", c, a),
-        several("five?", c, b),
-        several("six?", d),
-        several("seven?", d, a, b),
-        several("eight?", e, e),
-        several("nine?", e),
-        several("ten?", e),
-    ]
-
-
-FIRST_IN_COMMON = [[0, 1], [3, 4], [5, 6], [7, 8, 9]]
-"""The rows that share with each other."""
-
-
-def assert_own_media_are_those_after_the_prefix(template, found):
-    """In full encodings, with equal prefixes in each group."""
-    samples = [RowEncoder(template).sample(found.row(n), found.sample_id(n)) for n in range(len(found.rows))]
-    tokens = MediaTokens.of(template)
-    for members in groups_of([found]):
-        length = int(found.prefixes.length[members[0]])
-        for row in members:
-            assert have_same_prefix(samples[members[0]], samples[row], length, tokens)
-            spans = media_spans(samples[row], tokens)
-            after = [one for one in spans if one.start >= length]
-            images, patches = found.prefixes.own_media[:, row].tolist()
-            assert (len(after), sum(one.patches for one in after)) == (images, patches)
-            assert spans[-1 - len(after)].stop == length
-
-
-def groups_of(found):
-    """The numbers of the rows that share, by their key, over all sources."""
-    groups = {}
-    for number, key in enumerate(key for one in found for key in one.prefixes.key.tolist()):
-        groups.setdefault(key, []).append(number)
-    groups.pop(0, None)
-    return sorted(groups.values())
-
-
-def test_rows_share_their_first_media_most_of_them_first(template, tmp_path):
-    """SHARE-13: also with rows that share already, whose keys stay; images and patches of their own are counted."""
-    rows = rows_with_first_images_in_common(tmp_path)
+def test_rows_that_share_some_of_their_media_stay_alone(template, tmp_path):
+    """SHARE-42: those with all media in common share, as if there were no others."""
+    a, b, c, d = (photo(tmp_path, f"p{n}", 84 + 28 * n, 112, seed=n) for n in range(4))
+    images = [(a, b, c), (a, b, d), (a, c), (a,), (a,), (b, a), (b, a), (d, d)]
+    rows = [image_row([*paths], f"question {n}?") for n, paths in enumerate(images)]
     (found,) = shared(template, [source(rows)], tmp_path / "cache")
-    assert groups_of([found]) == FIRST_IN_COMMON
-    assert found.prefixes.own_media[0].tolist() == [1, 1, 0, 1, 1, 0, 2, 1, 0, 0]
-    (only_whole,) = shared(template, [source(rows[8:])], tmp_path / "whole")
-    assert only_whole.prefixes.own_media is None
-    assert only_whole.prefixes.key.tolist() == found.prefixes.key[8:].tolist()
-    assert_own_media_are_those_after_the_prefix(template, found)
-    assert [(one.cause, one.num_rows, one.example) for one in found.prefixes.alone] == [(Alone.OTHER_MEDIA, 1, 2)]
-
-
-def test_sources_share_first_media_with_each_other_and_ranks_agree(template, tmp_path, encoded, monkeypatch):
-    """SHARE-13, SHARE-46, SHARE-48: the second start encodes nothing."""
-    monkeypatch.setattr(pass_of_prefixes, "RandomStream", OneAtATime)
-    rows = rows_with_first_images_in_common(tmp_path)
-    sources = [source(rows[:4], "one"), source(rows[4:], "two")]
-    found = shared(template, sources, tmp_path / "cache")
-    assert groups_of(found) == FIRST_IN_COMMON
-    encoded.clear()
-    warm = shared(template, sources, tmp_path / "cache")
-    assert not encoded
-
-    def of_rank(rank):
-        by_header = RowEncoder(headers.pixel_free(template))
-        encoders = Encoders(by_header=by_header, in_full=RowEncoder(template))
-        return with_prefixes([SourceToShare(one, encoders) for one in warm], LIMITS, rank)
-
-    for made in (warm, *on_ranks(2, of_rank)):
-        for one, other in zip(made, found, strict=True):
-            assert one.prefixes.key.tolist() == other.prefixes.key.tolist()
-            assert one.prefixes.length.tolist() == other.prefixes.length.tolist()
-            assert one.prefixes.own_media.tolist() == other.prefixes.own_media.tolist()
-            assert one.prefixes.alone == other.prefixes.alone
-
-
-def test_first_media_that_differ_after_all_leave_the_others_alone(template, tmp_path):
-    """SHARE-13, SHARE-47: a template that encodes the first of two images in another way."""
-
-    def turned(self, inputs):
-        super(type(self), self)._preprocess_inputs(inputs)
-        if len(inputs.images) > 1:
-            inputs.images = [image.transpose(0) for image in inputs.images]
-
-    own = copy.copy(template)
-    own.__class__ = type("Own", (type(template),), {"_preprocess_inputs": turned})
-    rows = rows_with_first_images_in_common(tmp_path)
-    (found,) = shared(own, [source([rows[5], rows[6], *rows[8:]])], tmp_path / "cache")
-    assert groups_of([found]) == [[2, 3]]
-    assert {one.cause for one in found.prefixes.alone} == {Alone.DIFFERS, Alone.OTHER_MEDIA}
+    key = found.prefixes.key.tolist()
+    assert [bool(one) for one in key] == [False, False, False, True, True, True, True, False]
+    assert key[3] == key[4] != key[5] == key[6]
+    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.OTHER_MEDIA, 4)]
 
 
 def test_source_of_which_no_row_shares_says_so(template, tmp_path, caplog):
@@ -274,10 +153,10 @@ def drawing(template):
 
 def test_template_that_draws_shares_nothing(template, tmp_path, caplog):
     """SHARE-47"""
-    rows = [*questions([photo(tmp_path, "a")]), *(with_turn(text_row(str(n))) for n in range(2))]
+    rows = [*questions([photo(tmp_path, "a")]), *(text_row(str(n)) for n in range(2))]
     (found,) = shared(drawing(template), [source(rows)], tmp_path / "cache")
     assert found.prefixes.num_sharing == 0
-    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.DRAWS, 3)]
+    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.CANNOT, 3)]
 
 
 def test_template_whose_rows_differ_after_all_shares_nothing(template, tmp_path):
@@ -294,20 +173,19 @@ def test_template_whose_rows_differ_after_all_shares_nothing(template, tmp_path)
     rows = [{**image_row([path], f"{n}?"), "mirror": n == 1} for n in range(2)]
     (found,) = shared(own, [source(rows)], tmp_path / "cache")
     assert found.prefixes.num_sharing == 0
-    assert [one.cause for one in found.prefixes.alone] == [Alone.DIFFERS]
+    assert [one.cause for one in found.prefixes.alone] == [Alone.CANNOT]
 
 
-def test_second_start_encodes_nothing_and_reads_no_image(template, tmp_path, encoded, monkeypatch):
+def test_second_start_encodes_nothing_to_find_prefixes(template, tmp_path, monkeypatch):
     """SHARE-48: and a changed image is looked at again."""
     paths = [photo(tmp_path, name, 320, 240, seed=n) for n, name in enumerate("abc")]
-    rows = [*questions(paths), *(with_turn(text_row(str(n))) for n in range(3))]
+    rows = [*questions(paths), *(text_row(str(n)) for n in range(3))]
     (cold,) = shared(template, [source(rows)], tmp_path / "cache")
-    assert encoded
-    encoded.clear()
+    assert cold.prefixes.num_sharing == 9
     with monkeypatch.context() as patched:
-        patched.setattr(media_digests, "_digest", lambda *args, **options: pytest.fail("read"))
+        for owner, name in ((pass_of_prefixes._GroupWork, "_length"), (pass_of_prefixes._PrefixPass, "_is_same")):
+            patched.setattr(owner, name, lambda *_: pytest.fail("encoded"))
         (warm,) = shared(template, [source(rows)], tmp_path / "cache")
-    assert not encoded
     assert (cold.prefixes.key == warm.prefixes.key).all()
     assert (cold.prefixes.length == warm.prefixes.length).all()
     photo(tmp_path, "a", 600, 600)
@@ -341,7 +219,7 @@ def test_ranks_agree_with_one_rank(num_ranks, template, tmp_path, monkeypatch):
     monkeypatch.setattr(pass_of_prefixes, "RandomStream", OneAtATime)
     paths = [photo(tmp_path, name, 200, 100 + 40 * n, seed=n) for n, name in enumerate("abc")]
     rows = [*questions(paths, 2), {**text_row("who?<image>"), "images": paths[:1]}]
-    rows += [with_turn(text_row(str(n))) for n in range(3)]
+    rows += [text_row(str(n)) for n in range(3)]
     sources = [source(rows[::2], "one"), source(rows[1::2], "two")]
     measured = length_pass.with_all_lengths(sources, RowEncoder(template), ARGS, str(tmp_path / "lengths"))
     encoders = Encoders(by_header=RowEncoder(headers.pixel_free(template)), in_full=RowEncoder(template))
@@ -350,7 +228,7 @@ def test_ranks_agree_with_one_rank(num_ranks, template, tmp_path, monkeypatch):
         # A template of its own for each thread, as each rank is a process.
         by_header = RowEncoder(headers.pixel_free(template))
         given = [SourceToShare(one, replace(encoders, by_header=by_header)) for one in measured]
-        made = with_prefixes(given, LIMITS, rank)
+        made = with_prefixes(given, PACKING_LENGTH, rank)
         return [(one.prefixes.key.tolist(), one.prefixes.length.tolist(), one.prefixes.alone) for one in made]
 
     alone = found()
@@ -362,13 +240,13 @@ def test_ranks_agree_with_one_rank(num_ranks, template, tmp_path, monkeypatch):
 def test_processes_find_what_one_process_finds(template, tmp_path, monkeypatch):
     """SHARE-48"""
     paths = [photo(tmp_path, name, 200, 100 + 40 * n, seed=n) for n, name in enumerate("abc")]
-    rows = [*questions(paths), *(with_turn(text_row(str(n))) for n in range(3))]
+    rows = [*questions(paths), *(text_row(str(n)) for n in range(3))]
     (alone,) = shared(template, [source(rows)], tmp_path / "one")
     for name in ("_ROWS_OF_TASK", "_GROUPS_OF_TASK", "_NUM_ROWS_WORTH_A_PROCESS", "_NUM_GROUPS_WORTH_A_PROCESS"):
         monkeypatch.setattr(pass_of_prefixes, name, 1)
     several = SimpleNamespace(dataset_num_proc=3, strict=False)
     (found,) = length_pass.with_all_lengths(
-        [source(rows)], RowEncoder(template), several, str(tmp_path / "several"), sharing=LIMITS
+        [source(rows)], RowEncoder(template), several, str(tmp_path / "several"), share_within=PACKING_LENGTH
     )
     assert found.prefixes.key.tolist() == alone.prefixes.key.tolist()
     assert found.prefixes.length.tolist() == alone.prefixes.length.tolist()
@@ -379,19 +257,7 @@ def test_family_that_is_not_known_to_divide_says_so(tmp_path, tmp_path_factory):
     template = load_template(tmp_path_factory.mktemp("model"), "llava1_5_hf")
     (found,) = shared(template, [source(questions([photo(tmp_path, "a")]))], tmp_path / "cache")
     assert found.prefixes.num_sharing == 0
-    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.FAMILY_UNKNOWN, 3)]
-
-
-def test_rows_of_a_family_that_does_not_divide_stay_alone(tmp_path, tmp_path_factory, caplog):
-    """SHARE-13, SHARE-42: in words of their own, with the way out."""
-    template = load_template(tmp_path_factory.mktemp("model"), "llava1_5_hf")
-    rows = rows_with_first_images_in_common(tmp_path)[:2]
-    with caplog.at_level("INFO", pass_of_prefixes.logger.name):
-        (found,) = shared(template, [source(rows)], tmp_path / "cache")
-    assert found.prefixes.num_sharing == 0
-    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.MEDIA_NOT_DIVIDED, 2)]
-    assert "share some of their media only, and the family does not say how its pixels divide" in caplog.text
-    assert "give rows about one image all media in common, in the same order" in caplog.text
+    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.CANNOT, 3)]
 
 
 # -- branches without pixels -------------------------------------------------------------------------------------------
@@ -493,7 +359,7 @@ def test_branches_of_videos_have_all_but_their_frames(family, tiny, tmp_path, mo
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
 @pytest.mark.parametrize("name", ["GLM-4.1V", "InternVL (HF)"])
 def test_branches_of_other_families_have_all_but_their_pixels(name, tmp_path):
-    """SHARE-13, SHARE-45"""
+    """SHARE-45"""
     family = FAMILIES[name]
     (tmp_path / "model").mkdir()
     family.build(tmp_path / "model")
@@ -512,10 +378,6 @@ def test_branches_of_other_families_have_all_but_their_pixels(name, tmp_path):
         (found,) = shared(template, [source(rows)], tmp_path / "cache")
         assert found.prefixes.num_sharing == len(rows)
         assert_branches_equal_full_encodings(fused_rows(template, [found]))
-        rows = rows_with_first_images_in_common(tmp_path)
-        (found,) = shared(template, [source(rows)], tmp_path / "several")
-        assert groups_of([found]) == FIRST_IN_COMMON
-        assert_own_media_are_those_after_the_prefix(template, found)
 
 
 # -- a trainer of one's own --------------------------------------------------------------------------------------------
@@ -542,9 +404,8 @@ def test_files_of_prefixes_belong_to_the_cache(template, tmp_path):
     paths = [photo(tmp_path, name, 200, 150, seed=0) for name in "ab"]
     shared(template, [source(questions(paths))], tmp_path / "cache")
     (of_source,) = remembered_in(tmp_path / "cache")
-    ours = {*of_source.files, *shared_files(tmp_path / "cache")}
-    assert {path.suffix for path in ours} >= {".prefixes", ".digests"}
-    assert ours == {*(tmp_path / "cache").iterdir()}
+    assert ".prefixes" in {path.suffix for path in of_source.files}
+    assert {*of_source.files} == {*(tmp_path / "cache").iterdir()}
 
 
 def test_videos_of_frames_are_shared_and_encoded_in_full(template, tmp_path):
@@ -556,5 +417,5 @@ def test_videos_of_frames_are_shared_and_encoded_in_full(template, tmp_path):
     assert [bool(key) for key in found.prefixes.key] == [True, True, False]
     made = fused_rows(template, [found])
     one, other = (made.encode(Address(0, n)) for n in range(2))
-    assert have_same_prefix(one, other, int(found.prefixes.length[0]))
+    assert how_prefixes_differ(one, other, int(found.prefixes.length[0])) is None
     assert made.encode_branch(Address(0, 1)) is None

@@ -14,7 +14,6 @@ from swift_vlpack.feed.sequence import boundary_tensors
 from swift_vlpack.proof.branches import boundaries_of, marked, shared_of
 from swift_vlpack.proof.proof_model import Batches, Collated, ProofModel, TemplateBatches
 from swift_vlpack.proof.prove import is_ordinary_token
-from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.samples import Encoded
 from tests.attention.one_by_one import built
 
@@ -58,7 +57,7 @@ def text_units(num_prefix: int, *own_lengths: Sequence[int], seed: int = 1) -> l
             }
             for at, branch in enumerate(branches)
         ]
-        made += marked(rows, [0, *[num_prefix] * (len(rows) - 1)], MediaTokens())
+        made += marked(rows, [0, *[num_prefix] * (len(rows) - 1)])
     return made
 
 

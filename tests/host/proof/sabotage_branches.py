@@ -11,9 +11,8 @@ import transformers as T
 
 from swift_vlpack.attention.attention import segmented_attention
 from swift_vlpack.attention.packed_sequence import tensor_of
-from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.plan.boundaries import ROOT, Boundaries
-from swift_vlpack.proof.branches import boundaries_of, shared_of
+from swift_vlpack.proof.branches import boundaries_of
 from swift_vlpack.proof.proof_model import Collated, ProofModel
 from swift_vlpack.rows.samples import Encoded
 from tests.attention.one_by_one import text
@@ -148,32 +147,3 @@ def prefixes_lost(row: Collated, samples: Sequence[Encoded]) -> Collated:
     ends = row.inputs["cu_seq_lens_q"]
     flat = ends[0].contiguous() if ends.dim() == 2 else ends
     return with_inputs(row, cu_seq_lens_q=flat, cu_seq_lens_k=flat)
-
-
-# -- media that branches do not share ----------------------------------------------------------------------------------
-
-
-def own_images_of_siblings(row: Collated, samples: Sequence[Encoded]) -> Collated:
-    """Two branches of a unit get each other's image after the prefix; for images of one size."""
-    if not any(shared_of(samples)) or "pixel_values" not in row.inputs:
-        return row
-    parts = list(row.inputs["pixel_values"].split(row.inputs["image_grid_thw"].prod(-1).tolist()))
-    before, at = None, 0
-    for sample, num_shared in zip(samples, shared_of(samples), strict=True):
-        num_images = len(sample.get("image_grid_thw", ()))
-        inside = sample[IN_PREFIX].images if IN_PREFIX in sample else num_images
-        at += 0 if num_shared else inside
-        if num_shared and num_images > inside and before is not None:
-            parts[before], parts[at] = parts[at], parts[before]
-        before = at if num_shared and num_images > inside else None
-        at += num_images - inside
-    return with_inputs(row, pixel_values=torch.cat(parts))
-
-
-def image_of_prefix_again(row: Collated, samples: Sequence[Encoded]) -> Collated:
-    """A branch gets the image of its prefix in the place of its own; for images of one size."""
-    if not any(shared_of(samples)) or "pixel_values" not in row.inputs:
-        return row
-    parts = list(row.inputs["pixel_values"].split(row.inputs["image_grid_thw"].prod(-1).tolist()))
-    parts[1] = parts[0]
-    return with_inputs(row, pixel_values=torch.cat(parts))

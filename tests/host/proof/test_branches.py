@@ -7,7 +7,6 @@ import torch
 
 from swift_vlpack.attention.attention import NAME
 from swift_vlpack.errors import IsolationError
-from swift_vlpack.feed.units import IN_PREFIX
 from swift_vlpack.proof.branches import PREFIX, Prefix, as_planned, as_trained, marked, shared_of, units_in
 from swift_vlpack.proof.measure import measure_pack
 from swift_vlpack.proof.perturb import replaced, with_other_prefix, with_twins
@@ -39,34 +38,12 @@ def units(tmp_path):
             rows = [image_row([image], ask, f"it is {ask}, and {number}") for ask in QUESTIONS[number:][:3]]
             samples = [encoder.sample(row, SampleId(f"image{number}", at), strict=True) for at, row in enumerate(rows)]
             prefix = media_spans(samples[0], tokens)[-1].stop
-            made += [as_planned(samples, (0, prefix, prefix), MediaTokens())]
+            made += [as_planned(samples, (0, prefix, prefix))]
             text = encoder.sample(
                 text_row(QUESTIONS[number], "nothing is known"), SampleId("text", number), strict=True
             )
             made += [[text]]
         return [sample for unit in made for sample in unit]
-
-    return make
-
-
-@pytest.fixture
-def units_with_own(tmp_path):
-    """Two images, each with three questions about it and another image; the last row of a unit has no other image."""
-
-    def make(template):
-        encoder, tokens = RowEncoder(template), MediaTokens.of(template)
-        made = []
-        for number in range(2):
-            paths = [photo(tmp_path, f"{number}{at}", 84, 112, seed=10 * number + at) for at in range(4)]
-            rows = [
-                {**text_row(f"<image><image>{ask}", f"it is {ask}"), "images": [paths[0], other]}
-                for ask, other in zip(QUESTIONS, paths[1:], strict=False)
-            ]
-            rows.append(image_row(paths[:1], QUESTIONS[3], "nothing is known"))
-            samples = [encoder.sample(row, SampleId(f"image{number}", at), strict=True) for at, row in enumerate(rows)]
-            prefix = media_spans(samples[0], tokens)[0].stop
-            made += as_planned(samples, (0, prefix, prefix, prefix), tokens)
-        return made
 
     return make
 
@@ -110,22 +87,6 @@ def test_prefixes_and_branches_are_changed_and_seen_to_move(proof_model, units):
     assert max([*of.moves, *of.moves_by_media, *of.of_prefix.moves]) == 0
 
 
-def test_proof_of_rows_that_share_their_first_images_holds(proof_model, units_with_own):
-    """SHARE-65: an image after the prefix moves its branch and no other, and is in the order of the tokens."""
-    right = proof_model(QWEN)
-    samples = units_with_own(right.batches.template)
-    assert [IN_PREFIX in one for one in samples] == [True, True, True, False] * 2
-    assert [len(one.get("pixel_values", ())) for one in as_trained(samples)] == [96, 48, 48, 0] * 2
-    proof = run_proof(right, samples, [samples[::-1]])
-    assert (proof.num_prefixes, proof.num_branches, proof.moved) == (6, 24, 0)
-    assert proof.alone < 1e-4
-    assert proof.gradient < 1e-4
-    of = measure_pack(right, with_twins(samples))
-    assert min(of.own_media.values()) > 0.05
-    assert [at for at in range(8) if at in of.own_media] == [*range(8)]
-    assert max(of.moves_by_media) == 0
-
-
 def test_replaced_branch_keeps_its_prefix(proof_model, units):
     """SHARE-61"""
     right = proof_model(QWEN)
@@ -159,11 +120,11 @@ def test_row_that_differs_is_whole_in_the_proof_as_in_the_run(proof_model, units
     num = one[PREFIX].num_tokens
     rows = [{name: value for name, value in row.items() if name != PREFIX} for row in (one, two, three)]
     rows[1] = {**rows[1], "pixel_values": rows[1]["pixel_values"] + 1}
-    planned = as_planned([*rows, None], (0, num, num, num), MediaTokens())
+    planned = as_planned([*rows, None], (0, num, num, num))
     assert [row["sample_id"] for row in planned] == [one["sample_id"], three["sample_id"], two["sample_id"]]
     assert shared_of(planned) == (0, num, 0)
     assert ["pixel_values" in row for row in as_trained(planned)] == [True, False, True]
-    assert shared_of(as_planned([None, *rows[1:]], (0, num, num), MediaTokens())) == (0, 0), "other pixels, once more"
+    assert shared_of(as_planned([None, *rows[1:]], (0, num, num))) == (0, 0), "other pixels, once more"
 
 
 # -- it is stopped ----------------------------------------------------------------------------------------------------
@@ -206,23 +167,6 @@ def test_sequences_with_prefixes_made_wrongly_are_stopped(name, proof_model, uni
     change, cause = OF_SEQUENCES[name]
     right = proof_model(QWEN)
     stopped(nullcontext(s.batches_changed(right, change)), units(right.batches.template), cause)
-
-
-OF_OWN_MEDIA = {
-    "images of siblings": (b.own_images_of_siblings, r"media are in the wrong order: .*pixel_values of a sequence"),
-    "image of the prefix": (
-        b.image_of_prefix_again,
-        r"media are in the wrong order: .*pixel_values of a sequence",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_OWN_MEDIA)
-def test_images_after_a_prefix_that_reach_another_branch_are_stopped(name, proof_model, units_with_own):
-    """SHARE-62, SHARE-65"""
-    change, cause = OF_OWN_MEDIA[name]
-    right = proof_model(QWEN)
-    stopped(nullcontext(s.batches_changed(right, change)), units_with_own(right.batches.template), cause)
 
 
 @pytest.mark.parametrize(("token", "place"), [(20, "directly after its prefix"), (7, "in the prefix that it shares")])
@@ -281,5 +225,5 @@ def stopped(broken, samples, cause, sequences=()):
 def test_marks_follow_what_a_record_says():
     """SHARE-63"""
     rows = text_samples(9, 9, 9, 9)
-    assert shared_of(marked(rows, (0, 5, 0, 3), MediaTokens())) == (0, 5, 0, 3)
-    assert marked(rows, (), MediaTokens()) == rows
+    assert shared_of(marked(rows, (0, 5, 0, 3))) == (0, 5, 0, 3)
+    assert marked(rows, ()) == rows
