@@ -300,7 +300,6 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
         ({"packing_share_max": 4}, "packing_share_max=4 has no effect under packing_share=none"),
         ({"packing_share": "media", "packing_share_max": 1}, "must be at least 2, got 1; packing_share=none"),
         ({"packing_share": "media", "packing_share_min": 0}, "packing_share_min must be at least 1"),
-        ({"packing_share": "media", "packing_strategy": "window"}, "packing_share=media needs whole rows"),
     ],
 )
 def test_sharing_without_effect_is_refused(options, message):

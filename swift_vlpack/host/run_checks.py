@@ -22,7 +22,6 @@ from swift_vlpack.host.path_checks import (
     check_folder,
     check_model,
 )
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.rows.fusion_config import FusionConfig, read_fusion_config
 from swift_vlpack.words import did_you_mean
 
@@ -163,7 +162,6 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
         raise ConfigError(
             f"--interleave_prob cannot be used with packing of data with a length: {_as_sources(options)}"
         )
-    _refuse_truncation_of_windows(options, config)
     if config.packing_batch == SAMPLES:
         _refuse_other_objectives(options, config)
     if config.shares_media:
@@ -206,16 +204,6 @@ def _num_rows(dataset: str) -> int:
         return 0
     with open(dataset, "rb") as file:
         return sum(1 for line in file if line.strip())
-
-
-def _refuse_truncation_of_windows(options: Mapping[str, Any], config: PackingConfig) -> None:
-    """Raise `ConfigError` if ms-swift would shorten rows that windows cut."""
-    strategy = options.get("truncation_strategy")
-    if config.packing_strategy == WINDOW and strategy in ("split", "left", "right"):
-        raise ConfigError(
-            "packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy "
-            f"{strategy} cannot be used with it; leave that out, or take another strategy"
-        )
 
 
 def _refuse_other_objectives(options: Mapping[str, Any], config: PackingConfig) -> None:

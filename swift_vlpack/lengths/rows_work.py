@@ -195,8 +195,7 @@ class RowsWork:
 def _have_parts(encoder: RowEncoder, size: Any) -> bool:
     """Tell whether a start that finds this size in the cache also looks for parts."""
     divider = encoder.divider
-    columns = [size[name].astype(np.int64) for name in ("length", "images", "patches")]
-    return divider is not None and bool(divider.have_parts(*columns))
+    return divider is not None and bool(divider.have_parts(size["length"].astype(np.int64)))
 
 
 def are_equal(one: Any, other: Any) -> bool:
