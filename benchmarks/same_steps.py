@@ -1,8 +1,7 @@
 """What it costs to keep the samples of each step, simulated: `python -m benchmarks.same_steps [LENGTHS.json ...]`.
 
-Steps of so many samples on so many ranks, beside padded batches and batches without padding (ms-swift's `padding_free`)
-of the same samples. Every number is the work of the slowest rank of each step over equal shares without padding, under
-the cost model of `packing_balance`.
+Steps of so many samples on so many ranks: the sequences of a step, the work of its slowest rank over equal shares under
+the cost model of `packing_balance`, and the share of the tokens of padded batches that packs do not compute.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ def main() -> None:
     parser.add_argument("lengths", nargs="*", type=Path, default=[EXAMPLE])
     parser.add_argument("--capacities", nargs="+", type=int, default=[8192, 32768])
     options = parser.parse_args()
-    print(
-        "| lengths | capacity | ranks | samples a step | sequences a step | `samples` | padded | `padding_free` | us |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| lengths | capacity | ranks | samples a step | sequences a step | slowest rank | padding saved | us |")
+    print("|---|---|---|---|---|---|---|---|")
     for path in options.lengths:
         known = np.asarray(read_lengths(path).tokens, dtype=np.int64)
         for capacity in options.capacities:
@@ -46,8 +43,8 @@ def main() -> None:
                 microseconds = 1e6 * (time.process_time() - start) / num
                 kept = kept_steps(packs, batch, size)
                 print(
-                    f"| {path.stem} | {capacity} | {num_ranks} | {size.num_samples} | {kept.mean_sequences:.1f} | "
-                    f"{kept.work:.3f} | {kept.work_padded:.2f} | {kept.work_padding_free:.2f} | {microseconds:.0f} |",
+                    f"| {path.stem} | {capacity} | {num_ranks} | {size.num_samples} | {kept.num_sequences:.1f} | "
+                    f"{packs.balance.slowest_to_mean:.3f} | {kept.padding_saved:.1%} | {microseconds:.0f} |",
                     flush=True,
                 )
 

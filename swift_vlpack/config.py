@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.gone import refuse_gone
-from swift_vlpack.plan.registry import ALIASES, WINDOW, strategy_named
+from swift_vlpack.plan.registry import ALIASES, strategy_named
 from swift_vlpack.plan.strategies import STRATEGIES
 from swift_vlpack.words import did_you_mean
 
@@ -85,8 +85,8 @@ class PackingConfig:
     packing_strategy: str = _option(
         "binpack",
         "binpack: ms-swift's own; greedy: keeps the order (ms-swift calls it sequential); exact: packs tightest; "
-        "window: lays documents end to end and cuts wherever a pack is full; module:function: one of your own",
-        (*STRATEGIES, WINDOW),
+        "module:function: one of your own",
+        tuple(STRATEGIES),
         decides=_OF_PACKS,
         takes_others=True,
     )
@@ -271,7 +271,7 @@ class PackingConfig:
     @property
     def cuts_rows(self) -> bool:
         """Tell whether rows can be cut, so that a sample may be a part of a row."""
-        return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
+        return self.packing_overflow != "keep"
 
     @property
     def shares_media(self) -> bool:
@@ -506,11 +506,6 @@ def _check_shared(config: PackingConfig) -> None:
                 "packing_share=media, or leave it out"
             )
         return
-    if config.packing_strategy == WINDOW:
-        raise ConfigError(
-            "packing_strategy=window cuts rows wherever a pack is full, and packing_share=media needs whole rows; give "
-            "another strategy, or packing_share=none"
-        )
     if config.packing_mode == "buffer":
         raise ConfigError(
             "packing_mode=buffer packs rows as they come, and packing_share=media finds out first which of them begin "
@@ -527,11 +522,6 @@ def _check_kept_steps(config: PackingConfig) -> None:
                 f"{name}={getattr(config, name)} has no effect under packing_batch=samples, which packs each step "
                 "by itself and drops nothing; leave it out"
             )
-    if config.packing_strategy == WINDOW:
-        raise ConfigError(
-            "packing_strategy=window lays rows end to end over all steps, and packing_batch=samples keeps each row in "
-            "its step; give another strategy, or packing_batch=packs"
-        )
     if config.packing_mode == "buffer":
         raise ConfigError(
             "packing_mode=buffer packs rows as they come, and packing_batch=samples needs to know the rows of each "

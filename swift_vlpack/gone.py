@@ -15,6 +15,9 @@ from swift_vlpack.errors import ConfigError
 
 GONE = {
     "packing_share_min": "rows share media alone; leave it out",
+    "packing_strategy=window": "packing_overflow=split with packing_strategy=exact fills packs as well, and "
+    "swift_vlpack.text lays documents end to end",
+    "vlpack schema --stream": "a stream of text is made in Python, by TextStream and FixedBatches of swift_vlpack.text",
 }
 
 

@@ -38,33 +38,22 @@ class About:
     """What happened, for people."""
     remedy: str = ""
     """What to do if many rows have this reason; empty if the rows themselves have to be repaired or removed."""
-    retried: str = ""
-    """When a row that could not be encoded is retried; for `Kind.ENCODING`."""
     code: int | None = None
     """The code in files of lengths, for `Kind.ENCODING`. It never changes, because files outlive versions."""
     part_code: int | None = None
     """The code in files of parts, for the reasons that `plan/parts.py` gives. It never changes either."""
     is_failure: bool = False
     """True if the row should have been trained and could not be. Many such rows stop a run."""
-    is_passing: bool = False
-    """True to retry at every start, because nothing on disk tells whether the cause is gone."""
-    is_of_pixels: bool = False
-    """True if a row with good image headers can fail for this reason."""
-    is_of_row: bool = False
-    """True if the row or the options cause it, never a file."""
-    is_of_content: bool = False
-    """True if the row, its files and the template alone cause it, so that nothing else (a new codec) can cure it."""
+    is_retried: bool = False
+    """True to try at every start, because nothing on disk tells whether the cause is gone."""
 
 
-def _unreadable(code: int, meaning: str, retried: str, remedy: str = "", **flags: bool) -> About:
-    """Declare a reason why a row cannot be encoded; `flags` are those of `About`."""
-    flags = {"is_failure": True, "is_of_pixels": True, **flags}
-    return About(kind=Kind.ENCODING, code=code, meaning=meaning, retried=retried, remedy=remedy, **flags)
+def _unreadable(code: int, meaning: str, remedy: str = "", *, is_retried: bool = False) -> About:
+    """Declare a reason why a row cannot be encoded."""
+    return About(kind=Kind.ENCODING, meaning=meaning, remedy=remedy, code=code, is_failure=True, is_retried=is_retried)
 
 
 _ALLOW = "set packing_allow_single_long to true"
-_WHEN_READ = "when what can be read changes"
-_WHEN_CHANGED = "when it changes, or what can be read does"
 
 
 class Reason(str, Enum):
@@ -197,68 +186,41 @@ class Reason(str, Enum):
             remedy="set drop_last to False",
         ),
     )
-    ENCODE_FAILED = (
-        "encode_failed",
-        _unreadable(
-            1,
-            "the template raised any other error; the log has it",
-            f"{_WHEN_READ}; at every start after an error of memory",
-        ),
-    )
+    ENCODE_FAILED = ("encode_failed", _unreadable(1, "the template raised any other error; the log has it"))
     OVER_MAX_LENGTH = (
         "over_max_length",
-        _unreadable(
-            2,
-            "longer than `max_length` under truncation_strategy `delete`",
-            "no",
-            "raise max_length, or truncate with truncation_strategy left or right",
-            is_failure=False,
-            is_of_pixels=False,
-            is_of_row=True,
-            is_of_content=True,
+        About(
+            kind=Kind.ENCODING,
+            code=2,
+            meaning="longer than `max_length` under truncation_strategy `delete`",
+            remedy="raise max_length, or truncate with truncation_strategy left or right",
         ),
     )
-    FILE_MISSING = (
-        "file_missing",
-        _unreadable(3, "an image or video that is not there", "at every start", is_passing=True),
-    )
-    FILE_IS_FOLDER = ("file_is_folder", _unreadable(4, "the path is a folder", "when it changes"))
-    FILE_EMPTY = ("file_empty", _unreadable(5, "the file has no bytes", "when it changes"))
+    FILE_MISSING = ("file_missing", _unreadable(3, "an image or video that is not there", is_retried=True))
+    FILE_IS_FOLDER = ("file_is_folder", _unreadable(4, "the path is a folder"))
+    FILE_EMPTY = ("file_empty", _unreadable(5, "the file has no bytes"))
     IMAGE_UNREADABLE = (
         "image_unreadable",
-        _unreadable(6, "not an image, in a format that Pillow does not know, or broken", _WHEN_CHANGED),
+        _unreadable(6, "not an image, in a format that Pillow does not know, or broken"),
     )
-    IMAGE_TOO_LARGE = (
-        "image_too_large",
-        _unreadable(7, "Pillow takes it for a decompression bomb", "when it or Pillow's limit changes"),
-    )
-    ASPECT_RATIO = (
-        "aspect_ratio",
-        _unreadable(8, "over 200 to 1, which Qwen refuses", _WHEN_CHANGED, is_of_pixels=False),
-    )
+    IMAGE_TOO_LARGE = ("image_too_large", _unreadable(7, "Pillow takes it for a decompression bomb"))
+    ASPECT_RATIO = ("aspect_ratio", _unreadable(8, "over 200 to 1, which Qwen refuses"))
     IMAGES_MALFORMED = (
         "images_malformed",
-        _unreadable(9, "an entry of `images` is null, a number, an empty object, a list", _WHEN_READ, is_of_row=True),
+        _unreadable(9, "an entry of `images` is null, a number, an empty object, a list"),
     )
-    NO_MESSAGES = ("no_messages", _unreadable(10, "a row without messages", _WHEN_READ, is_of_row=True))
+    NO_MESSAGES = ("no_messages", _unreadable(10, "a row without messages"))
     VIDEO_READER_MISSING = (
         "video_reader_missing",
-        _unreadable(
-            11,
-            "nothing is installed that reads videos",
-            "at every start",
-            "install torchcodec or decord",
-            is_passing=True,
-        ),
+        _unreadable(11, "nothing is installed that reads videos", "install torchcodec or decord", is_retried=True),
     )
-    VIDEO_UNREADABLE = ("video_unreadable", _unreadable(12, "not a video, or broken", _WHEN_CHANGED))
+    VIDEO_UNREADABLE = ("video_unreadable", _unreadable(12, "not a video, or broken"))
     FILE_UNREADABLE = (
         "file_unreadable",
         _unreadable(
             13,
             "a FIFO, socket or device (these are not opened), no permission, or a disk error",
-            "at every start",
-            is_passing=True,
+            is_retried=True,
         ),
     )
     FILE_TIMEOUT = (
@@ -267,8 +229,7 @@ class Reason(str, Enum):
             14,
             "nothing could be read for 60 seconds, as from a network mount that is gone; "
             "each such row halves the limit, down to 2 seconds",
-            "at every start",
-            is_passing=True,
+            is_retried=True,
         ),
     )
     URL_UNREACHABLE = (
@@ -276,8 +237,7 @@ class Reason(str, Enum):
         _unreadable(
             15,
             "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), or does not exist",
-            "60 minutes later",
-            is_passing=True,
+            is_retried=True,
         ),
     )
 

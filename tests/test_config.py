@@ -297,7 +297,6 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
         ({"packing_share": "images"}, "packing_share must be one of none, media, got 'images'"),
         ({"packing_share_max": 4}, "packing_share_max=4 has no effect under packing_share=none"),
         ({"packing_share": "media", "packing_share_max": 1}, "must be at least 2, got 1; packing_share=none"),
-        ({"packing_share": "media", "packing_strategy": "window"}, "packing_share=media needs whole rows"),
         ({"packing_share": "media", "packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
     ],
 )

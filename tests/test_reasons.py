@@ -80,11 +80,11 @@ def missing(reason, given, given_to_parts, page):
     next_code = next(code for code in range(1, 1000) if code not in codes)
     wanted = {
         f"swift_vlpack/reasons.py: {name} needs a meaning": bool(about.meaning),
-        f"swift_vlpack/reasons.py: an encoding finds {name}, so declare it with `_unreadable(...)`, or say when it is "
-        f"retried; its code is {next_code}": not is_of_encoding or (bool(about.retried) and about.code is not None),
+        f"swift_vlpack/reasons.py: an encoding finds {name}, so declare it with `_unreadable(...)`; its code is "
+        f"{next_code}": not is_of_encoding or about.code is not None,
         f"swift_vlpack/reasons.py: {name} is of Kind.{about.kind.name}; only what an encoding finds (Kind.ENCODING) "
         f"has a code, is_failure or is retried": is_of_encoding
-        or (about.code is None and not about.retried and not about.is_failure),
+        or (about.code is None and not about.is_retried and not about.is_failure),
         f"swift_vlpack/reasons.py: the code of {name} must be {next_code}, which is free; {about.code} is another "
         f"reason's, or leaves a gap": about.code in (None, next_code) or CODES.get(about.code) == reason.value,
         f"swift_vlpack/reasons.py: {name} is given to parts, so it needs a part_code, which would be "

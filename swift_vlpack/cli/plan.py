@@ -24,7 +24,8 @@ from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.launch import checked_num_ranks
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.host.run_flags import split_flags
-from swift_vlpack.plan.length_files import plan_of_rows, read_lengths
+from swift_vlpack.plan.length_files import read_lengths
+from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.left_out import listed
@@ -43,7 +44,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="JSON list, JSON lines (a number, or an object with length or lengths; images, patches), or .npy",
+        help="JSON list, or JSON lines (a number, or an object with length or lengths; images, patches)",
     )
     parser.add_argument(
         "--seed",
@@ -97,8 +98,7 @@ def _lengths_report(args: argparse.Namespace) -> dict[str, Any]:
     lengths = read_lengths(args.lengths)
     num_rows = len(lengths.tokens)
     start = time.perf_counter()
-    columns = {"images": lengths.images, "patches": lengths.patches}
-    made, cut = plan_of_rows(lengths.tokens, config, **columns, seed=args.seed or 0, label=None)
+    made = plan(lengths.tokens, config, images=lengths.images, patches=lengths.patches, seed=args.seed or 0, label=None)
     if num_rows and not len(made):
         raise DataError(
             f"nothing would be trained: all {counted(num_rows, 'row')} are left out ({by_reason(made.num_dropped)}); "
@@ -106,7 +106,7 @@ def _lengths_report(args: argparse.Namespace) -> dict[str, Any]:
         )
     aligned = made.align(num_ranks)
     seconds = time.perf_counter() - start
-    return plan_report(made, aligned, num_rows=num_rows, seconds=seconds) | cut
+    return plan_report(made, aligned, num_rows=num_rows, seconds=seconds)
 
 
 def config_of(args: argparse.Namespace) -> PackingConfig:

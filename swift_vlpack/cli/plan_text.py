@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from swift_vlpack.cli.lines import labelled
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import about_step, nothing_packed, share_lines
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
@@ -40,7 +39,7 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("", f"{split} cut in two, {report['packs_empty']} without a sample, for equal steps"),
         ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, alone in a sequence"),
         ("left out", _left_out(report)),
-        *(_about_cutting(report["cut"], report["packing_strategy"]) if report.get("cut") else []),
+        *(_about_cutting(report["cut"]) if report.get("cut") else []),
     ]
 
 
@@ -72,14 +71,11 @@ def _about_padding(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [("padding", padding)]
 
 
-def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
+def _about_cutting(cut: dict[str, Any]) -> list[tuple[str, str]]:
     """Say which rows were cut, what was lost by it, and that all rows are accounted for."""
     num_read, num_packed = (sum(counts[name] for counts in cut["rows"].values()) for name in ("num_read", "num_packed"))
     rows, parts = counted(cut["num_rows_cut"], "row"), counted(cut["num_parts"], "part")
-    if strategy == WINDOW:
-        lines = [("cut rows", f"window: {rows} cut where a pack was full, in {parts}")]
-    else:
-        lines = [("long rows", f"{cut['packing_overflow']}: {rows} longer than a pack, in {parts}")]
+    lines = [("long rows", f"{cut['packing_overflow']}: {rows} longer than a pack, in {parts}")]
     lines += [
         (
             "",
@@ -88,9 +84,7 @@ def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
         )
         for reason, lost in cut["lost_by_cutting"].items()
     ]
-    if cut["rows"]:
-        lines.append(("", f"{num_read} rows read = {num_packed} packed + {num_read - num_packed} left out"))
-    return lines
+    return [*lines, ("", f"{num_read} rows read = {num_packed} packed + {num_read - num_packed} left out")]
 
 
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:

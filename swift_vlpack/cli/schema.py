@@ -1,7 +1,7 @@
 """`vlpack schema`: write JSON schemas, with which editors complete and check training files.
 
-There are three: for a training file, for its `fusion_config`, and for a stream of text. They are generated from the
-fields, docstrings and sources of the code that reads these files, so no schema can fall behind.
+There are two: for a training file, and for its `fusion_config`. They are generated from the fields, docstrings and
+sources of the code that reads these files, so no schema can fall behind.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from swift_vlpack.files import write_whole
 from swift_vlpack.host.swift_flags import flags
 from swift_vlpack.plan.mix import RATIOS_BY
 from swift_vlpack.rows import fusion_config
-from swift_vlpack.text import stream_file
-from swift_vlpack.text.local import DOCUMENTS
-from swift_vlpack.text.stream import MODES
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """The draft that editors support best."""
@@ -57,29 +54,16 @@ _VARIABLES = {
 }
 _IN_FUSION = re.compile(r"^ *(?:- )?(\w+): .*?# (.*)$", re.MULTILINE)
 _MINIMUM = {"ratio": 0, "sample_limit": 1, "max_pixels": 1}
-_TYPES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
-_IN_STREAM = re.compile(r"^(\w+): .*?  # (.*)$", re.MULTILINE)
-_LEAST_ONE = ("seq_len", "packing_buffer_docs", "num_ranks", "batch_size", "accumulation")
-_CHOICES = {"document": list(DOCUMENTS), "packing_mode": list(MODES)}
+_TYPES = {str: "string", int: "integer"}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--fusion", action="store_true", help="the schema of a fusion_config file instead")
-    form.add_argument("--stream", action="store_true", help="the schema of a stream of text instead")
+    parser.add_argument("--fusion", action="store_true", help="the schema of a fusion_config file instead")
 
 
 def _run(args: argparse.Namespace) -> int:
-    text = schema_text("fusion" if args.fusion else "stream" if args.stream else "training")
+    text = schema_text("fusion" if args.fusion else "training")
     if args.output is None:
         print(text, end="")
         return 0
@@ -91,8 +75,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def schema_text(form: str = "training") -> str:
-    """Return the text of the schema file for `training`, `fusion` or `stream` files."""
-    schema = {"training": training_schema, "fusion": fusion_schema, "stream": stream_schema}[form]()
+    """Return the text of the schema file for `training` or `fusion` files."""
+    schema = {"training": training_schema, "fusion": fusion_schema}[form]()
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -177,33 +161,10 @@ def fusion_schema() -> Schema:
     }
 
 
-def stream_schema() -> Schema:
-    """Describe a file for `swift_vlpack.text.load_stream`."""
-    texts = dict(_IN_STREAM.findall(stream_file.__doc__ or ""))
-    properties: Schema = {}
-    for name, kinds in stream_file.KINDS.items():
-        types = ["number"] if float in kinds else [_TYPES[kind] for kind in kinds]
-        properties[name] = {
-            "description": texts[name],
-            "type": types[0] if len(types) == 1 else types,
-            **({"minimum": int(name in _LEAST_ONE)} if {int, float} & set(kinds) and name != "seed" else {}),
-            **({"enum": _CHOICES[name]} if name in _CHOICES else {}),
-        }
-    return {
-        "$schema": DRAFT,
-        "$comment": "written by `vlpack schema --stream`",
-        "title": "A stream of text and its batches: swift_vlpack.text.load_stream",
-        "type": "object",
-        "properties": properties,
-        "required": list(stream_file.NEEDED),
-        "additionalProperties": False,
-    }
-
-
 SCHEMA = Command(
     name="schema",
     text="print the JSON schema of training files, for editors",
-    usage="vlpack schema [--fusion | --stream] [--output FILE]",
+    usage="vlpack schema [--fusion] [--output FILE]",
     description=(
         "Print the JSON schema of a training file: packing options, the options of the installed ms-swift, and the ENV "
         "block. An editor with a YAML language server completes and checks files that begin with "

@@ -67,7 +67,7 @@ def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> d
     kept = None
     if plan.step is not None:
         assert plan.batch is not None
-        kept = kept_steps(plan.packs, plan.batch, plan.step).as_json()
+        kept = kept_steps(plan.packs, plan.batch, plan.step)._asdict()
     return {
         **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
         "packs_per_epoch": len(plan),

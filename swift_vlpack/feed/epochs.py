@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from swift_vlpack.errors import PlanError
@@ -23,7 +24,6 @@ from swift_vlpack.plan.epoch import (
     plan_epoch,
 )
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.plan.registry import WINDOW
 
 NUM_ROWS_SHOWN = 500_000
 """Number of rows from which planning takes long enough for a progress bar."""
@@ -146,35 +146,30 @@ class _SizeOfEpoch(NamedTuple):
 
 
 class KeptPacks:
-    """Keep the packs of epochs without their rows, which are drawn again: 4 bytes a sample in place of 40.
-
-    Under the strategy `window`, keep the rows too, because laying these end to end is what takes the time.
-    """
+    """Keep the packs of epochs without their rows, which are drawn again: 4 bytes a sample in place of 40."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._keeps_rows = recipe.config.packing_strategy == WINDOW
-        self._kept: dict[int, PackedEpoch | dict[str, Any]] = {}  # an epoch, or the fields of its packs
+        self._kept: dict[int, dict[str, Any]] = {}  # epoch -> the fields of its packs
         self._num_bytes = 0
 
     def keep(self, packed: PackedEpoch) -> None:
         """Keep an epoch, unless all kept epochs would take too much memory. It is planned again then."""
         packs = packed.packs
-        arrays: list[Any] = [packs.members, packs.offsets, *packs.dropped.values()]
-        if self._keeps_rows:
-            arrays += [packed.sizes, packed.spans, packed.schedule.source, packed.schedule.row]
+        arrays: list[NDArray[Any]] = [packs.members, packs.offsets, *packs.dropped.values()]
         self._num_bytes += (num_bytes := sum(array.nbytes for array in arrays))
         if self._num_bytes > MOST_BYTES_KEPT:
             self._num_bytes -= num_bytes
             return
-        of_packs = {field.name: getattr(packs, field.name) for field in fields(packs) if field.name not in _OF_ROWS}
-        self._kept[packed.epoch] = packed if self._keeps_rows else of_packs
+        self._kept[packed.epoch] = {
+            field.name: getattr(packs, field.name) for field in fields(packs) if field.name not in _OF_ROWS
+        }
 
     def epoch(self, epoch: int) -> PackedEpoch | None:
         """Return an epoch as it was packed; None if it is not kept."""
         kept = self._kept.get(epoch)
-        if not isinstance(kept, dict):
-            return kept
+        if kept is None:
+            return None
         drawn = draw_epoch(self._recipe, epoch)
         packs = Plan(**kept, **dict(zip(_OF_ROWS, drawn.sizes, strict=False)))
         return PackedEpoch(**of_drawn(drawn), packs=packs, step=self._recipe.step)

@@ -14,7 +14,6 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.units import Unit, UnitsOfPack
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.media import media
@@ -38,7 +37,6 @@ class PackReader(Dataset[PackedSamples]):
         self._num_failed_in_a_row = 0
         self._failed_row: tuple[int, int] | None = None  # the last row that failed
         self._draws_at_random = False  # True once the template has drawn a random number
-        self._kept: dict[tuple[int, Address], Encoded] = {}  # (epoch, address) -> the row in which the last pack ended
 
     def __len__(self) -> int:
         """Return the number of packs of an epoch, over all ranks, which a trainer shows."""
@@ -48,7 +46,7 @@ class PackReader(Dataset[PackedSamples]):
         unsized = self.dataset.with_sources(
             [replace(source, sizes=None, prefixes=None) for source in self.dataset.sources]
         )
-        return {**self.__dict__, "dataset": unsized, "_kept": {}}
+        return {**self.__dict__, "dataset": unsized}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
         """Encode the samples of a pack. A sample that is longer than planned and no longer fits is left out."""
@@ -113,23 +111,15 @@ class PackReader(Dataset[PackedSamples]):
         """Encode the samples of a pack; a row that is cut is encoded once for all of its parts in the pack.
 
         With `may_lack_pixels`, samples that share media with the sample before them need not bring these again.
-        With the strategy `window`, the row that a pack ends in is kept, because the next pack goes on with it.
         """
         whole = [where for where in address.samples if where.span is None]
         cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
-        rows: dict[Address, Encoded | SampleError] = {
-            row: self._kept[address.epoch, row] for row in cut if (address.epoch, row) in self._kept
-        }
-        missing = [row for row in cut if row not in rows]
         num_shared = [0] * len(whole)
         if may_lack_pixels and address.shared:  # a row that is cut shares with no other
             num_shared = [num for where, num in zip(address.samples, address.shared, strict=True) if where.span is None]
-        encoded = self._rows(address, missing, whole, num_shared)
-        rows.update(zip(missing, encoded, strict=False))  # `encoded` begins with the missing rows
-        samples = iter(encoded[len(missing) :])
-        self._kept = {}
-        if self.config.packing_strategy == WINDOW and cut and not isinstance(last := rows[cut[-1]], SampleError):
-            self._kept = {(address.epoch, cut[-1]): last}
+        encoded = self._rows(address, cut, whole, num_shared)
+        rows = dict(zip(cut, encoded, strict=False))  # `encoded` begins with the rows that are cut
+        samples = iter(encoded[len(cut) :])
         return [
             next(samples) if where.span is None else self.dataset.part_or_error(where, rows[_row_of(where)])
             for where in address.samples

@@ -26,7 +26,7 @@ from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.mix import Mix
 from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shuffle import permutation
-from swift_vlpack.reasons import about
+from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.media import looks_like_path, names_of_files
 from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
@@ -40,6 +40,8 @@ _CUT = ("cut", "cut_offsets", "cut_parts")
 """Names of the arrays with the parts of cut rows."""
 NUM_PLANNED_COLUMNS = 3
 """Columns of sizes that decide a plan: length, images and patches."""
+_OF_ROW = {Reason.OVER_MAX_LENGTH, Reason.IMAGES_MALFORMED, Reason.NO_MESSAGES}
+"""Reasons that a row or the options cause, and never a file."""
 _PREFIXES = {"prefix_keys": "<u8", "prefix_lengths": "<i4"}
 """Names and types of the arrays that say which rows share a prefix."""
 _OWN_MEDIA = "prefix_own_media"
@@ -270,7 +272,7 @@ def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64])
     kinds: dict[str, list[int]] = {"sizes": [], "gone": [], "back": []}
     for at in np.flatnonzero((then != now).any(axis=0)).tolist():
         reasons = {saved.sizes.failures.get(at), sizes.failures.get(at)}
-        is_other = (then[0, at] and now[0, at]) or any(about(word).is_of_row for word in reasons if word)
+        is_other = (then[0, at] and now[0, at]) or bool(reasons & _OF_ROW)
         kinds["sizes" if is_other else "back" if now[0, at] else "gone"].append(at)
 
     def said(at: int) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -157,7 +156,6 @@ class _Buffer:
 
         number                  a whole row, by its number in the share (0, 1, 2 ...)
         (number, part)          a part of a row
-        (number, *span)         a part under the strategy `window`, where the row alone does not determine its parts
     """
 
     def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int, encoder: RowEncoder) -> None:
@@ -235,7 +233,7 @@ class _Buffer:
         if isinstance(row, SampleError):
             self._samples |= {item.id: row.of_part(_part_of(item)) for item in items}
             return
-        samples = self._cut_again(number, row, items)
+        samples = {_item_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
         self._samples |= {item.id: _unchanged(samples.get(item.id), row, item) for item in items}
 
     def _take(self, row: Encoded | SampleError) -> None:
@@ -246,26 +244,13 @@ class _Buffer:
             self._left_out.append(counted_failure(row, self._num_failed_in_a_row))
             return
         self._num_failed_in_a_row = 0
-        for span, sample in in_parts(row, self._cutter, self._packer.taken):
+        for span, sample in in_parts(row, self._cutter):
             if isinstance(sample, LeftOut):
                 self._left_out.append(sample)
             elif not isinstance(sample, SampleError):
                 key = _item_id(number, span)
                 self._samples[key] = sample
                 self._ready += [pack.items for pack in self._packer.push(_item(key, sample))]
-
-    def _cut_again(
-        self, number: int, row: Encoded, items: Sequence[Item]
-    ) -> Mapping[ItemId, Encoded | SampleError | LeftOut]:
-        """Cut a row again into its waiting samples; under the strategy `window`, by the spans in their ids."""
-        if self._cutter is None or not self._cutter.lays_end_to_end:
-            return {_item_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
-        found: dict[ItemId, Encoded | SampleError | LeftOut] = {}
-        for item in items:
-            with suppress(SampleError):  # `_unchanged` refuses a sample that is missing
-                spans = item.id[1:] if isinstance(item.id, tuple) else None
-                found[item.id] = row if spans is None else self._cutter.planned(row, Span(*spans))
-        return found
 
     def _next(self) -> PackedSamples:
         samples = []
@@ -299,9 +284,7 @@ class _Buffer:
 
 
 def _item_id(number: int, span: Span | None) -> ItemId:
-    if span is None:
-        return number
-    return (number, *span) if span.row_length else (number, span.number)
+    return number if span is None else (number, span.number)
 
 
 def _item_from(saved: Sequence[Any]) -> Item:

@@ -22,7 +22,6 @@ from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.saved_rows import digest_of
 from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import long_sequence_warning
 from swift_vlpack.plan.shares import share_of
 from swift_vlpack.reasons import warning_of_left_out
@@ -69,8 +68,6 @@ class StreamedFeed(Feed):
 
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
         """Encode the samples of a pack of this epoch a second time, from the shares of this rank's readers."""
-        if self.config.packing_strategy == WINDOW:
-            raise CannotReadAgain("the place where a stream cuts a row depends on all rows before it")
         if why := self.dataset.why_not_again(record.sample_ids):
             raise CannotReadAgain(why)
         return self._samples_of(record, rank, max(1, num_workers))

@@ -21,7 +21,6 @@ from swift_vlpack.feed.sequence_loss import num_targets
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.losses import is_mean
 from swift_vlpack.host.ranks import gathered
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -61,7 +60,6 @@ def _without_loss_of_rows(config: PackingConfig) -> PackingConfig:
     return dataclasses.replace(
         config.without_sharing(),  # a loss of every row is cut out of the sequence, which has no prefixes then
         packing_batch=PACKS,  # an evaluation has no steps
-        packing_strategy="greedy" if config.packing_strategy == WINDOW else config.packing_strategy,
         packing_drop_last=False,
         packing_overflow="keep",
         packing_stride=0,

@@ -45,7 +45,6 @@ from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import refuse_sharing
@@ -72,7 +71,6 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     config = packing_config(args)
     logger.info(f"packing: {config}")
     use_attention(pipeline.model, args.attn_impl)
-    _warn_of_cut_conversations(template, config)
     feed, val_rows = build_feed(args, template, config)
     check_same_validation(val_rows, RanksOfRun())
     # Check now: the length pass has seen all rows, so if a mount is gone, most of them have failed.
@@ -177,14 +175,6 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
         ratio_by=read_fusion_config(config.fusion_config).ratio_by if config.fusion_config else "rows",
         pixel_free=branch_template,
     )
-
-
-def _warn_of_cut_conversations(template: Any, config: PackingConfig) -> None:
-    if config.packing_strategy == WINDOW and template.use_chat_template and is_master():
-        logger.warning(
-            "packing: packing_strategy=window cuts conversations wherever a pack is full, and what comes after "
-            "the cut is trained without its question; it is for documents (swift pt, or --use_chat_template false)"
-        )
 
 
 def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64], what: str = "rows") -> None:

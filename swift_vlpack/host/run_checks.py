@@ -6,7 +6,6 @@ arguments when it is loaded, which is the first moment at which code of this pac
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from swift_vlpack.host.path_checks import (
     check_folder,
     check_model,
 )
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.rows.fusion_config import FusionConfig, read_fusion_config
 from swift_vlpack.words import did_you_mean
 
@@ -152,6 +150,12 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
         ),
         (get("use_flash_ckpt"), "--use_flash_ckpt true", "it says too early that a checkpoint is saved; leave it out"),
         (
+            get("interleave_prob") and not is_streaming,
+            "--interleave_prob of data with a length",
+            "give a fusion_config with a ratio for each data set, which is the share of its rows in an epoch; or add "
+            "--streaming true",
+        ),
+        (
             is_streaming and config.fusion_config,
             "--streaming true with a fusion_config",
             "ratios need data with a length; leave --streaming out, or name the files with --dataset",
@@ -159,11 +163,6 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
     ):
         if is_so:
             raise ConfigError(f"{what} cannot be used with packing: {way_out}")
-    if get("interleave_prob") and not is_streaming:
-        raise ConfigError(
-            f"--interleave_prob cannot be used with packing of data with a length: {_as_sources(options)}"
-        )
-    _refuse_truncation_of_windows(options, config)
     if config.packing_batch == SAMPLES:
         _refuse_other_objectives(options, config)
     if config.shares_media:
@@ -172,49 +171,6 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
         raise ConfigError(
             "buffer mode does not know how many packs there will be: set --max_steps, "
             "or use packing_mode=plan without --streaming, which knows"
-        )
-
-
-def _as_sources(options: Mapping[str, Any]) -> str:
-    """Return a hint: the `fusion_config` that draws as many rows of each data set as `--interleave_prob` does."""
-    datasets, shares = _many(options.get("dataset")), [float(share) for share in options["interleave_prob"]]
-    if len(datasets) != len(shares) or not all(share > 0 for share in shares):
-        return "it needs one share above 0 for each --dataset; or give ratios in a fusion_config"
-    sizes = [_num_rows(dataset) for dataset in datasets]
-    if all(sizes):
-        # ms-swift's epoch ends when the first data set is used up, or when the last one is.
-        ends = [size / share for size, share in zip(sizes, shares, strict=True)]
-        end = max(ends) if options.get("stopping_strategy") == "all_exhausted" else min(ends)
-        ratios = [f"{share * end / size:.4g}" for size, share in zip(sizes, shares, strict=True)]
-        hint = ""
-    else:
-        ratios = [f"N x {share:g} / ROWS" for share in shares]
-        hint = ", where ROWS are the rows of each and N are those of an epoch"
-    sources = ", ".join(f"{{dataset: {name}, ratio: {ratio}}}" for name, ratio in zip(datasets, ratios, strict=True))
-    return (
-        "leave it and --dataset out, and give --fusion_config a file that draws as many rows of each, "
-        f"`sources: [{sources}]`{hint}"
-    )
-
-
-def _num_rows(dataset: str) -> int:
-    """Return the number of rows that a `--dataset` value asks for (`#N`) or its file has; 0 if unknown."""
-    _, _, number = dataset.rpartition("#")
-    if number.isdecimal() and not os.path.exists(dataset):
-        return int(number)
-    if not dataset.endswith(".jsonl") or not os.path.isfile(dataset):
-        return 0
-    with open(dataset, "rb") as file:
-        return sum(1 for line in file if line.strip())
-
-
-def _refuse_truncation_of_windows(options: Mapping[str, Any], config: PackingConfig) -> None:
-    """Raise `ConfigError` if ms-swift would shorten rows that windows cut."""
-    strategy = options.get("truncation_strategy")
-    if config.packing_strategy == WINDOW and strategy in ("split", "left", "right"):
-        raise ConfigError(
-            "packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy "
-            f"{strategy} cannot be used with it; leave that out, or take another strategy"
         )
 
 

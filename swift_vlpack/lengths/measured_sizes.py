@@ -65,8 +65,7 @@ class MeasuredSizes:
 
     def _look_up_details(self, divider: Divider | None) -> None:
         """Load errors and parts. A cut row without cached parts, or longer than its parts, is measured again."""
-        columns = (self.sizes[name] for name in ("length", "images", "patches"))
-        is_cut = np.zeros(len(self.keys), bool) if divider is None else divider.have_parts(*columns)
+        is_cut = np.zeros(len(self.keys), bool) if divider is None else divider.have_parts(self.sizes["length"])
         wanted = np.flatnonzero(self._is_known & (is_cut | (self.sizes["reason"] > 0)))
         saved = self._cache.load_details() if len(wanted) else {}
         for position in wanted.tolist():
@@ -82,8 +81,7 @@ class MeasuredSizes:
         """Take the sizes of an export for rows that have none. Returns how many; rows with parts stay unknown."""
         unknown = self.unknown()
         if divider is not None:
-            have_parts = divider.have_parts(*(exported[name][unknown] for name in ("length", "images", "patches")))
-            unknown = unknown[~have_parts]
+            unknown = unknown[~divider.have_parts(exported["length"][unknown])]
         self.take(Chunk(unknown, exported[unknown], np.ones(len(unknown), dtype=bool)))
         return len(unknown)
 

@@ -15,7 +15,7 @@ from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE
 from swift_vlpack.lengths.rank_rows import Chunk, Measured, Positions, RankRows, kinds_of
-from swift_vlpack.reasons import REASONS, Reason, about
+from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import timeout_of
@@ -29,6 +29,8 @@ from swift_vlpack.words import counted
 
 _KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)
 """Reasons that need no full encoding, which would fail in the same way."""
+_SEEN_IN_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.ASPECT_RATIO)
+"""Reasons for which a row with good image headers cannot fail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +148,7 @@ class RowsWork:
             if quick.error is not None and not quick.error.is_lasting:
                 # A failure that may pass proves nothing about headers: use the full encoding.
                 quick = full
-            elif full.error is not None and quick.error is None and about(full.error.reason).is_of_pixels:
+            elif full.error is not None and quick.error is None and full.error.reason not in _SEEN_IN_HEADERS:
                 # Broken pixels after a good header are no difference: the row is left out when its pack is loaded.
                 quick.size["proof"] = BY_HEADER
             elif not are_equal(quick.size, full.size) or quick.parts != full.parts:
@@ -195,8 +197,7 @@ class RowsWork:
 def _have_parts(encoder: RowEncoder, size: Any) -> bool:
     """Tell whether a start that finds this size in the cache also looks for parts."""
     divider = encoder.divider
-    columns = [size[name].astype(np.int64) for name in ("length", "images", "patches")]
-    return divider is not None and bool(divider.have_parts(*columns))
+    return divider is not None and bool(divider.have_parts(size["length"].astype(np.int64)))
 
 
 def are_equal(one: Any, other: Any) -> bool:

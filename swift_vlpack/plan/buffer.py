@@ -19,7 +19,7 @@ from typing import Any
 from swift_vlpack.config import CAPS, PackingConfig
 from swift_vlpack.errors import StrategyError
 from swift_vlpack.plan.exact import Shelf
-from swift_vlpack.plan.registry import WINDOW, strategy_named
+from swift_vlpack.plan.registry import strategy_named
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.strategies import Caps, Groups, fill_around_oldest
 
@@ -44,7 +44,7 @@ class Buffer:
         """The shortest item so far, with which `flush` tells whether anything would have fitted into the last pack."""
         self.num_grouped = 0
         """Number of times that the strategy has grouped the buffer."""
-        self.is_in_order = config.packing_strategy in ("greedy", WINDOW)
+        self.is_in_order = config.packing_strategy == "greedy"
         self._seed = seed
         self._strategy = strategy_named(config.packing_strategy)
         # A strategy that keeps the order has nothing to choose, so it steps with every item. Others need a full buffer.
@@ -148,7 +148,7 @@ class Buffer:
             values.append(values.pop(0))
 
     def _step_in_order(self) -> Groups:
-        """Let the open pack leave if the newest item does not fit, or if it is exactly full (`greedy`, `window`)."""
+        """Let the open pack leave if the newest item does not fit, or if it is exactly full (`greedy`)."""
         num_tokens, caps = sum(self.lengths), self._caps()
         everything = range(len(self))
         if num_tokens > self._capacity or (caps is not None and not caps.fit(everything)):

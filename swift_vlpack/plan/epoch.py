@@ -30,13 +30,11 @@ from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
 from swift_vlpack.plan.items import is_left_out, must_be_alone
 from swift_vlpack.plan.mix import Mix, Schedule
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.plan.parts import CutRows, Part, Span
+from swift_vlpack.plan.parts import CutRows, Span
 from swift_vlpack.plan.planner import plan
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
 from swift_vlpack.plan.units import NO_KEY, Prefixes, Together, Units, sizes_in_units, stand_together
-from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
 
@@ -80,7 +78,7 @@ class DrawnEpoch:
     sizes: Sizes
     """The sizes at every position of the schedule."""
     spans: NDArray[np.int32] | None = None
-    """(5, num_positions): the fields of `Span`, 0 for rows that are not cut; None if no row is cut."""
+    """(4, num_positions): the fields of `Span`, 0 for rows that are not cut; None if no row is cut."""
     batch: NDArray[np.int32] | None = None
     """The un-packed batch of each position, which decides its optimizer step; None if steps are not kept."""
     shared: NDArray[np.int32] | None = None
@@ -311,8 +309,6 @@ def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
             is_usable = _at(schedule, usable, (), bool)
             batch = ((np.cumsum(is_usable) - 1).clip(0) // recipe.step.batch_size).astype(np.int32)
     drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes), batch=batch)
-    if config.packing_strategy == WINDOW:
-        return _in_windows(drawn, cut, config)
     drawn = _in_parts(drawn, cut)
     return _in_units(drawn, recipe) if config.shares_media else drawn
 
@@ -420,8 +416,6 @@ def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = Non
     one sample, no epoch has more packs than samples, and packs can be cut down to one sample. If ratios count tokens,
     or rows are cut, the number of samples differs between epochs; then `Epochs` checks that all have enough.
     """
-    if config.packing_strategy == WINDOW:
-        return can_be_in_windows(sizes, cut, config)
     usable: NDArray[np.bool_] = sizes[LENGTH] > 0
     usable &= ~is_left_out(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config)
     if cut is not None and len(cut):
@@ -454,7 +448,7 @@ def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
             of_part = of_source.columns[:, first[at[here]] + number_of_part[here]]
             start, stop, num_repeated, images, patches, supervised, reason = of_part
             sizes[:, here] = np.stack([stop - start, images, patches, supervised]) * (reason == 0)
-            spans[:4, here] = np.stack([number_of_part[here], start, stop, num_repeated])
+            spans[:, here] = np.stack([number_of_part[here], start, stop, num_repeated])
     in_parts = replace(schedule, source=schedule.source[at], row=schedule.row[at])
     batch = None if drawn.batch is None else drawn.batch[at]
     return replace(drawn, schedule=in_parts, sizes=sizes, spans=spans, batch=batch)
@@ -520,20 +514,6 @@ def _keys_in_steps(key: NDArray[np.uint64], step: NDArray[Any]) -> NDArray[Any]:
     _, numbers = np.unique(np.stack([key, step.astype(np.int64).view(np.uint64)]), axis=1, return_inverse=True)
     in_steps: NDArray[Any] = np.where((key == NO_KEY) | (step < 0), NO_KEY, numbers.ravel() + 1)
     return in_steps
-
-
-def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: PackingConfig) -> DrawnEpoch:
-    """Lay the rows end to end, and replace cut rows by their pieces."""
-    schedule = drawn.schedule
-
-    def runs_of(position: int) -> Sequence[Part]:
-        source, row = schedule[position]
-        of_source = cut[source]
-        return () if of_source is None else of_source.parts(row)
-
-    pieces = end_to_end(drawn.sizes, runs_of, config)
-    in_pieces = replace(schedule, source=schedule.source[pieces.at], row=schedule.row[pieces.at])
-    return replace(drawn, schedule=in_pieces, sizes=pieces.sizes, spans=pieces.spans)
 
 
 def _sizes_at(where: Schedule | UnpackedRows, sizes: Sequence[Sizes]) -> Sizes:

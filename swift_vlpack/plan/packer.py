@@ -28,7 +28,6 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.buffer import Buffer, use_of_caps
 from swift_vlpack.plan.items import Item, Pack, is_left_out, is_single_long, why_alone
-from swift_vlpack.plan.parts import NOTHING, Taken
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
 
@@ -79,15 +78,6 @@ class Packer:
     def num_held(self) -> int:
         """Return the number of items that wait for a pack."""
         return len(self._items)
-
-    @property
-    def taken(self) -> Taken:
-        """Return what the open pack holds. Under `window`, the next row is cut to the room that is left in it."""
-        most = self.config.packing_max_samples
-        if most is not None and self.num_held >= most:
-            return NOTHING  # the open pack is full, so the next item opens another pack
-        media = zip(*(item[2:] for item in self._items.values()), strict=True) if self._has_caps else ()
-        return Taken(sum(self.buffer.lengths), *map(sum, media))
 
     @property
     def held(self) -> tuple[Item, ...]:

@@ -1,4 +1,4 @@
-"""Cut rows that are longer than a pack, or laid end to end, by a pure function of their runs of text and media.
+"""Cut rows that are longer than a pack, by a pure function of their runs of text and media.
 
 Text can be cut between any two tokens. An image or a video stays whole, with its begin and end tokens.
 
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason, of_part_code, part_code_of
 
 
@@ -46,8 +45,6 @@ class Span(NamedTuple):
     stop: int
     num_repeated: int = 0
     """Tokens at the start that repeat the end of the part before: context that is not trained."""
-    row_length: int = 0
-    """Tokens of the whole row, under the strategy `window`, by which a worker sees whether the row has changed."""
 
     @property
     def length(self) -> int:
@@ -96,20 +93,9 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-class Taken(NamedTuple):
-    """The sizes that the open pack already holds."""
-
-    tokens: int = 0
-    images: int = 0
-    patches: int = 0
-
-
-NOTHING = Taken()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutting:
-    """The options for rows longer than a pack: `split`, `truncate` or `drop` them, or lay all end to end (`window`)."""
+    """The options for rows longer than a pack: `split`, `truncate` or `drop` them."""
 
     how: str
     capacity: int
@@ -129,7 +115,7 @@ class Cutting:
         if not config.cuts_rows:
             return None
         return cls(
-            how=WINDOW if config.packing_strategy == WINDOW else config.packing_overflow,
+            how=config.packing_overflow,
             capacity=config.packing_length,
             stride=config.packing_stride,
             min_len=config.packing_min_len,
@@ -145,8 +131,6 @@ def _check(config: PackingConfig) -> None:
     flags.
     """
     how, capacity = config.packing_overflow, config.packing_length
-    if config.packing_strategy == WINDOW:
-        _check_windows(config)
     for name, is_default, served in (
         ("packing_stride", config.packing_stride == 0, ("split",)),
         ("packing_min_len", config.packing_min_len == 1, ("split", "truncate")),
@@ -168,23 +152,6 @@ def _check(config: PackingConfig) -> None:
         )
 
 
-def _check_windows(config: PackingConfig) -> None:
-    how = config.packing_overflow
-    if how != "keep":
-        raise ConfigError(
-            f"packing_strategy=window cuts rows wherever a pack is full, so packing_overflow={how} has no effect; "
-            "leave it out, or take another strategy"
-        )
-    for name, is_default, why in (
-        ("packing_stride", config.packing_stride == 0, "windows repeat nothing"),
-        ("packing_min_len", config.packing_min_len == 1, "windows have no least length"),
-    ):
-        if not is_default:
-            raise ConfigError(
-                f"{name}={getattr(config, name)} has no effect under packing_strategy=window: {why}; leave it out"
-            )
-
-
 def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | None = None) -> list[Part]:
     """Cut a row into parts. Returns no parts if the row fits a pack, because then it stays whole.
 
@@ -202,34 +169,15 @@ def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | Non
     return _numbered([_unless_too_short(part, cutting) for part in made])
 
 
-def window_parts(runs: Sequence[Run] | None, cutting: Cutting, whole: Run, taken: Taken = NOTHING) -> list[Part]:
-    """Cut a row that begins in the open pack. Returns no parts if the row fits there in one piece.
-
-    `whole` is the row as a single run, which is all that is known if `runs` is None. A pack with room for fewer than
-    `min_len` tokens counts as full, so that no first part is shorter.
-
-    >>> text, cutting = Run(9), Cutting(how=WINDOW, capacity=6)
-    >>> [part[1:3] for part in window_parts([text], cutting, text, Taken(4))]
-    [(0, 2), (2, 8), (8, 9)]
-    """
-    if runs is None and whole.length > cutting.capacity:
-        return [_everything([whole], whole.length, Reason.CANNOT_BE_CUT)]
-    if cutting.capacity - taken.tokens < cutting.min_len:
-        taken = NOTHING
-    made = _Cutter(cutting, taken).split([whole._replace(is_whole=True)] if runs is None else runs)
-    return [] if len(made) == 1 and made[0].reason is None else _numbered(made)
-
-
 class _Cutter:
     """Fill one part after the other with the runs of a row."""
 
-    def __init__(self, cutting: Cutting, taken: Taken = NOTHING) -> None:
+    def __init__(self, cutting: Cutting) -> None:
         self._cutting = cutting
         self._parts: list[Part] = []
         self._at = 0  # number of tokens of the row that were placed
         self._after_media = 0  # end of the last image: context must not begin before it
         self._open(0)
-        self._taken = taken
 
     def split(self, runs: Sequence[Run]) -> list[Part]:
         """Return all parts, in the order of the row."""
@@ -252,27 +200,25 @@ class _Cutter:
     @property
     def _room(self) -> int:
         num_added = self._cutting.num_added if self._new else 0
-        return self._cutting.capacity - self._taken.tokens - (self._at - self._start) - num_added
+        return self._cutting.capacity - (self._at - self._start) - num_added
 
     def _fits(self, run: Run) -> bool:
         uses = (
             (run.length, self._room),
-            (run.images, _left(self._cutting.max_images, self._taken.images + self._images)),
-            (run.patches, _left(self._cutting.max_patches, self._taken.patches + self._patches)),
+            (run.images, _left(self._cutting.max_images, self._images)),
+            (run.patches, _left(self._cutting.max_patches, self._patches)),
         )
         return all(not used or used <= left for used, left in uses)
 
     def _put_medium(self, run: Run) -> None:
         if run.length > self._cutting.capacity:
-            taken = self._taken_so_far()
             self._close()
             lost = Part(0, self._at, self._at + run.length, 0, run.images, run.patches, Reason.IMAGE_OVER_LENGTH)
             self._parts.append(lost)
             self._at = self._after_media = lost.stop
             self._open(0)
-            self._taken = taken
             return
-        if not self._fits(run) and (self._at > self._new or any(self._taken)):
+        if not self._fits(run) and self._at > self._new:
             self._close()
             self._open(self._cutting.capacity - run.length)
         self._add(run)
@@ -297,14 +243,6 @@ class _Cutter:
         num_repeated = min(self._cutting.stride, most_repeated, self._at - self._after_media)
         self._start, self._new = self._at - num_repeated, self._at
         self._images = self._patches = 0
-        self._taken = NOTHING
-
-    def _taken_so_far(self) -> Taken:
-        """Return what the pack of the next part already holds: the open pack under `window`, else nothing."""
-        if self._cutting.how != WINDOW:
-            return NOTHING
-        own = Taken(self._at - self._start, self._images, self._patches)
-        return Taken(*map(sum, zip(self._taken, own, strict=True)))
 
     def _part(self) -> Part:
         return Part(0, self._start, self._at, self._new - self._start, self._images, self._patches)

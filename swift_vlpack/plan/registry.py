@@ -26,8 +26,6 @@ from swift_vlpack.plan.strategies import STRATEGIES, Caps, Groups, Strategy
 from swift_vlpack.words import did_you_mean
 
 ALIASES = {"sequential": "greedy"}  # ms-swift's name
-WINDOW = "window"
-"""Name of the strategy that lays rows end to end and cuts wherever a pack is full. It packs the parts with `greedy`."""
 SIGNATURE = "(lengths, capacity) -> groups of indices"
 
 Grouping = Callable[..., Iterable[Iterable[int]]]
@@ -52,7 +50,7 @@ def register_strategy(name: str, function: Grouping | None = None) -> Any:
         return lambda given: register_strategy(name, given)
     if not isinstance(name, str) or not name.strip() or ":" in name:
         raise ConfigError(f"a strategy cannot be called {name!r}; give it a name without a colon")
-    if name in STRATEGIES or name in ALIASES or name == WINDOW:
+    if name in STRATEGIES or name in ALIASES:
         raise ConfigError(f"{name} is a strategy of this package; register yours under another name")
     known = _registered.get(name)
     if known is not None and _origin(known) != _origin(function):
@@ -66,7 +64,7 @@ def register_strategy(name: str, function: Grouping | None = None) -> Any:
 
 def strategy_named(name: str) -> Strategy:
     """Return the strategy of this name. The groups of a user's strategy are checked at every call."""
-    name = "greedy" if name == WINDOW else ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     if name in STRATEGIES:
         return STRATEGIES[name]
     if name in _registered:
@@ -81,7 +79,7 @@ def strategy_named(name: str) -> Strategy:
 
 def known_names() -> tuple[str, ...]:
     """Return all names of strategies that need no import."""
-    return (*STRATEGIES, WINDOW, *ALIASES, *_registered)
+    return (*STRATEGIES, *ALIASES, *_registered)
 
 
 @dataclass(frozen=True, slots=True)

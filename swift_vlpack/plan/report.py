@@ -190,9 +190,7 @@ def step_size(*, num_packs: int, num_samples: int, num_supervised: int, accumula
 def about_step(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Say in labelled lines what an optimizer step holds, from the facts of a plan (`feed/epoch_report.py`)."""
     if facts.get("kept_steps"):
-        kept = KeptSteps(**facts["kept_steps"])
-        lines = [("one step", str(kept)), ("work", kept.about_work), ("tokens", kept.about_tokens)]
-        return [*lines, *([("", kept.too_small)] if kept.too_small else [])]
+        return [("one step", str(KeptSteps(**facts["kept_steps"])))]
     step = StepSize(**facts["step"])
     return [("one step", str(step)), ("", step.remedy)]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +34,7 @@ from swift_vlpack.plan.registry import strategy_named
 from swift_vlpack.plan.steps import CostModel
 from swift_vlpack.plan.strategies import Caps, Groups
 from swift_vlpack.reasons import Reason
-from swift_vlpack.words import counted
 
-LEAST_GAIN = 0.95
-"""Share of the work of padded batches above which packing gains little."""
 IN_NO_STEP = -1
 """The un-packed batch of a sample that un-packed training leaves out of an epoch."""
 
@@ -252,133 +249,42 @@ def grow(packs: Groups, num_packs: int, costs: dict[int, float]) -> None:
         packs[at : at + 1] = [pack[:cut], pack[cut:]]
 
 
-# -- cost, compared with other ways to train the same steps -----------------------------------------------------------
+# -- the steps of an epoch, in numbers --------------------------------------------------------------------------------
 
 
-class StepWork(NamedTuple):
-    """The work of an epoch's steps, as multiples of the bound, which has no padding and equal shares for all ranks."""
+class KeptSteps(NamedTuple):
+    """The steps of an epoch that keep their samples, in numbers that are known before training."""
 
-    packed: float
-    padded: float
-    """Work of the un-packed batches, each padded to its longest sample."""
-    padding_free: float
-    """The un-packed batches without padding, as ms-swift's `padding_free` computes them."""
-    tokens_padded: int
-    """Tokens that the un-packed batches compute, padding included."""
+    num_samples: int
+    """Samples of a whole step, over all ranks, as un-packed."""
+    num_sequences: float
+    """Mean sequences of a step, over all ranks."""
+    padding_saved: float
+    """Share of the tokens of the un-packed batches, padding included, that packs do not compute."""
+
+    def __str__(self) -> str:
+        return (
+            f"the same {self.num_samples} samples as un-packed, in {self.num_sequences:.1f} sequences; padding saved: "
+            f"{self.padding_saved:.1%} of the tokens of padded batches"
+        )
 
 
-def work_of(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) -> StepWork:
-    """Compare the work of the slowest rank of each step with the bound, for packs and for the un-packed batches.
+def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) -> KeptSteps:
+    """Count the sequences of a step, and the tokens that un-packed batches pad.
 
     >>> size = UnpackedStep(batch_size=2, accumulation=1, num_ranks=1)
     >>> config = PackingConfig(packing_length=100, packing_batch="samples")
     >>> lengths, batch = np.array([10, 30, 20, 20]), in_order(4, size)
-    >>> made = pack_steps(lengths, batch, size, config=config, num_ranks=1, cost=CostModel(per_square=0.0))
-    >>> work_of(made, batch, size)
-    StepWork(packed=1.0, padded=1.25, padding_free=1.0, tokens_padded=100)
+    >>> kept_steps(pack_steps(lengths, batch, size, config=config, num_ranks=1), batch, size)
+    KeptSteps(num_samples=2, num_sequences=1.0, padding_saved=0.2)
     """
-    cost = packs.cost
-    members = np.sort(packs.members)
-    of_samples = cost.of_samples(packs.lengths, packs.patches)[members]
-    bound = float(of_samples.sum())
-    if not bound:
-        return StepWork(1.0, 1.0, 1.0, 0)
-    numbers = batch[members].astype(np.int64)
-    longest = np.zeros(int(numbers.max()) + 1, dtype=np.int64)
-    np.maximum.at(longest, numbers, packs.lengths[members])
-    of_patches = cost.per_patch * packs.patches[members] if packs.patches is not None else 0.0
-    padded = cost.of_samples(longest[numbers], None) + of_patches
-    return StepWork(
-        packed=packs.balance.slowest_to_mean,
-        padded=_slowest(padded, numbers, size) * size.num_ranks / bound,
-        padding_free=_slowest(of_samples, numbers, size) * size.num_ranks / bound,
-        tokens_padded=int(longest[numbers].sum()),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSteps:
-    """The steps of an epoch that keep their samples, in numbers that are known before training."""
-
-    num_samples: int
-    """Samples of a whole step, over all ranks."""
-    batch_size: int
-    accumulation: int
-    num_ranks: int
-    """Ranks of the un-packed step. A resumed run may have another number."""
-    fewest_sequences: int
-    """Sequences of a step, over all ranks."""
-    mean_sequences: float
-    most_sequences: int
-    work: float
-    """The work of the slowest ranks over equal shares without padding; 1.0 is the bound."""
-    work_padded: float
-    work_padding_free: float
-    num_tokens: int
-    """Tokens of an epoch, as packs and `padding_free` batches compute them."""
-    num_tokens_padded: int
-    """Tokens of an epoch as padded batches compute them."""
-
-    def __str__(self) -> str:
-        return (
-            f"the same {self.num_samples} samples as un-packed ({self.batch_size} a batch x {self.accumulation} "
-            f"accumulated x {counted(self.num_ranks, 'rank')}), in {self.fewest_sequences} to {self.most_sequences} "
-            f"sequences (mean {self.mean_sequences:.1f})"
-        )
-
-    @property
-    def about_work(self) -> str:
-        """Compare the work of a step with that of other ways to train the same samples."""
-        return (
-            f"{self.work:.2f} x the bound (equal shares, no padding); padded batches {self.work_padded:.2f}, "
-            f"padding_free batches {self.work_padding_free:.2f}"
-        )
-
-    @property
-    def about_tokens(self) -> str:
-        """Compare the tokens that are computed in an epoch."""
-        return (
-            f"{self.num_tokens} an epoch, padding_free as many; padded batches {self.num_tokens_padded}, "
-            f"{self.num_tokens_padded / max(1, self.num_tokens):.2f} x"
-        )
-
-    @property
-    def too_small(self) -> str | None:
-        """Return a warning that packing gains little on these steps, with a remedy; None if it gains enough."""
-        if self.work < LEAST_GAIN * self.work_padded:
-            return None
-        return (
-            f"steps of {self.num_samples} samples on {counted(self.num_ranks, 'rank')} leave little to pack: the work "
-            f"is {self.work / self.work_padded:.2f} of that of padded batches. More samples a rank and step would help "
-            "(--gradient_accumulation_steps, fewer ranks), or packing_batch=packs, which changes the recipe"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the numbers under their names, rounded."""
-        return {name: round(value, 4) for name, value in asdict(self).items()}
-
-
-def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) -> KeptSteps:
-    """Count the sequences of each step, and compare their work."""
     assert packs.batches is not None
-    sequences, work = packs.batches * packs.num_ranks, work_of(packs, batch, size)
+    lengths, numbers = packs.lengths[packs.members], batch[packs.members]
+    longest = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(longest, numbers, lengths)
+    num_padded = int(longest[numbers].sum())
     return KeptSteps(
-        num_samples=size.num_samples,
-        **size._asdict(),
-        fewest_sequences=int(sequences.min()),
-        mean_sequences=float(sequences.mean()),
-        most_sequences=int(sequences.max()),
-        work=work.packed,
-        work_padded=work.padded,
-        work_padding_free=work.padding_free,
-        num_tokens=int(packs.lengths[packs.members].sum()),
-        num_tokens_padded=work.tokens_padded,
+        size.num_samples,
+        round(float(packs.batches.mean()) * packs.num_ranks, 4),
+        round(1 - int(packs.num_tokens_per_pack.sum()) / max(1, num_padded), 4),
     )
-
-
-def _slowest(costs: NDArray[np.float64], batch: NDArray[np.int64], size: UnpackedStep) -> float:
-    """Add up the cost of the slowest rank of each step. Ranks wait for each other only at the end of a step."""
-    step, rank = batch // size.num_batches, batch % size.num_ranks
-    num_steps = int(step.max()) + 1
-    of_ranks = np.bincount(step * size.num_ranks + rank, weights=costs, minlength=num_steps * size.num_ranks)
-    return float(of_ranks.reshape(num_steps, size.num_ranks).max(axis=1).sum())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +17,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.parts import NOTHING, Cutting, Part, Run, Span, Taken, parts_of, window_parts
-from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.parts import Cutting, Part, Span, parts_of
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.contents import (
     NO_LABEL,
@@ -27,7 +25,6 @@ from swift_vlpack.rows.contents import (
     PER_TOKEN,
     Contents,
     MediaSpan,
-    contents_of,
     count_contents,
     media_spans,
     runs_of,
@@ -46,7 +43,7 @@ class CannotBeCut(DataError):
 class Divider(Protocol):
     """Divide rows into parts, whose sizes the cache of lengths saves."""
 
-    def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
+    def have_parts(self, lengths: Numbers) -> NDArray[np.bool_]:
         """Tell which measured rows have parts in the cache."""
 
     def digest(self) -> str:
@@ -72,33 +69,17 @@ class RowCutter:
         cutting = Cutting.of(config)
         return None if cutting is None else cls(cutting, MediaTokens.of(template))
 
-    @property
-    def lays_end_to_end(self) -> bool:
-        """Tell whether the strategy is `window`, under which the place of a cut depends on the rows before."""
-        return self.cutting.how == WINDOW
-
-    def parts(self, row: Encoded, taken: Taken = NOTHING) -> list[Part]:
-        """Return the parts of a row; none if it stays whole.
-
-        Under `window`, `taken` says what the open pack, in which the row begins, holds already.
-        """
+    def parts(self, row: Encoded) -> list[Part]:
+        """Return the parts of a row; none if it stays whole."""
         num_tokens = len(row["input_ids"])
-        if self.lays_end_to_end:
-            held = contents_of(row)
-            whole = Run(num_tokens, held.images, held.patches)
-            return window_parts(self._runs(row, whole), self.cutting, whole, taken)
         if num_tokens <= self.cutting.capacity:
             return []
         return parts_of(runs_of(num_tokens, media_spans(row, self.tokens)), self.cutting, num_tokens)
 
-    def _runs(self, row: Encoded, whole: Run) -> list[Run] | None:
-        """Split a row into runs of text and media. A row without counted media is a single run."""
-        return runs_of(whole.length, media_spans(row, self.tokens)) if whole.images or whole.patches else [whole]
-
-    def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
-        """Tell which measured rows have parts in the cache: long rows or, under `window`, rows with media."""
-        has_media: NDArray[np.bool_] = (images > 0) | (patches > 0)
-        return has_media if self.lays_end_to_end else lengths > self.cutting.capacity
+    def have_parts(self, lengths: Numbers) -> NDArray[np.bool_]:
+        """Tell which measured rows have parts in the cache."""
+        is_long: NDArray[np.bool_] = lengths > self.cutting.capacity
+        return is_long
 
     def cut(self, row: Encoded, span: Span) -> Encoded:
         """Make a sample of the tokens of a span. Raises `SampleError` if the row's tensors do not match its tokens."""
@@ -113,8 +94,6 @@ class RowCutter:
 
     def planned(self, row: Encoded, span: Span) -> Encoded:
         """Make the sample of a planned part. Raises `SampleError` if the row has changed and is now cut elsewhere."""
-        if self.lays_end_to_end:
-            return self._planned_in_window(row, span)
         parts = self.parts(row)
         now = parts[span.number] if span.number < len(parts) else None
         if now is None or now.reason is not None or now.span != span:
@@ -123,33 +102,25 @@ class RowCutter:
             raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, f"{said}is now cut elsewhere")
         return self.cut(row, span)
 
-    def _planned_in_window(self, row: Encoded, span: Span) -> Encoded:
-        sample_id, num_tokens = row["sample_id"]._replace(part=span.number), len(row["input_ids"])
-        if num_tokens != span.row_length:
-            said = f"its row has {num_tokens} tokens, but was planned with {span.row_length}"
-            raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, said)
-        return self.cut(row, span)
-
     def digest(self) -> str:
         """Return a digest of the options and tokens that decide where rows are cut."""
         return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
 
 
 def in_parts(
-    row: Encoded | SampleError, cutter: RowCutter | None, taken: Taken = NOTHING
+    row: Encoded | SampleError, cutter: RowCutter | None
 ) -> Iterator[tuple[Span | None, Encoded | SampleError | LeftOut]]:
     """Yield (span, sample) for each part of an encoded row, or (None, row) if the row stays whole.
 
     `row` may be the error of a row that cannot be encoded, which is yielded unchanged. In place of a part that cutting
     leaves out, a `LeftOut` is yielded.
     """
-    parts = [] if cutter is None or isinstance(row, SampleError) else cutter.parts(row, taken)
+    parts = [] if cutter is None or isinstance(row, SampleError) else cutter.parts(row)
     if cutter is None or isinstance(row, SampleError) or not parts:
         yield None, row
         return
-    row_length = len(row["input_ids"]) if cutter.lays_end_to_end else 0
     for part in parts:
-        span = part.span._replace(row_length=row_length)
+        span = part.span
         if part.reason is not None:
             yield span, left_out_part(row["sample_id"], part)
             continue
@@ -167,30 +138,9 @@ def left_out_part(row: SampleId, part: Part) -> LeftOut:
 
 
 def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[Part, ...]:
-    """Return the parts of a row with their sizes, for the plan; none if the row stays whole.
-
-    Under `window`, the plan decides where a row is cut. So it gets the runs of text and media for a row with media, and
-    nothing for a row of text, which may be cut anywhere.
-    """
-    if cutter is None:
-        return ()
-    parts = _run_parts(row, cutter) if cutter.lays_end_to_end else cutter.parts(row)
+    """Return the parts of a row with their sizes, for the plan; none if the row stays whole."""
+    parts = [] if cutter is None else cutter.parts(row)
     return tuple(part._replace(supervised=_supervised(row, part)) for part in parts)
-
-
-def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:
-    """Return the runs of text and media of a row, as parts; a single one if it is unknown which tokens are media."""
-    held, num_tokens = contents_of(row), len(row["input_ids"])
-    if not held.images and not held.patches:
-        return []
-    runs = runs_of(num_tokens, media_spans(row, cutter.tokens))
-    if runs is None:
-        return [Part(0, 0, num_tokens, 0, held.images, held.patches, Reason.CANNOT_BE_CUT)]
-    ends = list(accumulate(run.length for run in runs))
-    return [
-        Part(number, end - run.length, end, 0, run.images, run.patches)
-        for number, (run, end) in enumerate(zip(runs, ends, strict=True))
-    ]
 
 
 def _supervised(row: Encoded, part: Part) -> int:

@@ -125,7 +125,7 @@ def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
     """Tell whether an unchanged row will fail again, so that the failure may be cached."""
     if reason == Reason.OVER_MAX_LENGTH:
         return True
-    if about(reason).is_passing or isinstance(error, MemoryError):
+    if about(reason).is_retried or isinstance(error, MemoryError):
         return False
     # A network that failed once may answer the next time.
     if any(isinstance(medium.value, str) and medium.value.startswith("http") for medium in media(row)):

@@ -26,7 +26,6 @@ from swift_vlpack.plan.mix import Mix, Schedule, Source
 from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shares import EVERYTHING, Share
 from swift_vlpack.plan.shuffle import permutation
-from swift_vlpack.plan.windows import lost_part
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import left_out_part, part_sizes
 from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
@@ -241,10 +240,8 @@ class FusionCaptionDataset(Dataset[Encoded]):
         assert source.sizes is not None
         if address.span is not None:
             assert source.sizes.cut is not None
-            parts, span, cutter = source.sizes.cut.parts(index), address.span, self.encoder.cutter
-            if cutter is not None and cutter.lays_end_to_end:
-                return left_out_part(source.sample_id(index), lost_part(parts, span, cutter.cutting))
-            return left_out_part(source.sample_id(index), parts[span.number])
+            part = source.sizes.cut.parts(index)[address.span.number]
+            return left_out_part(source.sample_id(index), part)
         return LeftOut(source.sample_id(index), *source.sizes.fault(index))
 
 

@@ -49,7 +49,7 @@ class SequencesOfRows:
 
     are_several: bool
 
-    def have_parts(self, lengths: NDArray[Any], images: NDArray[Any], patches: NDArray[Any]) -> NDArray[np.bool_]:
+    def have_parts(self, lengths: NDArray[Any]) -> NDArray[np.bool_]:
         """Tell which measured rows have parts in the cache."""
         return np.full(np.shape(lengths), self.are_several)
 

@@ -19,7 +19,6 @@ A row then goes through these modules, in this order:
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from array import array
@@ -196,7 +195,8 @@ def place(origin: str, row: int, *, is_loaded: bool = False) -> str:
     """Return `file:line` of a row of a `.jsonl`, `.txt` or `.csv` file; otherwise the origin and the row in it.
 
     `row` counts from 0, as ids do; the lines and rows in the result count from 1. Blank lines of a `.jsonl` or `.csv`
-    file are no rows, the first line of a `.csv` file names its columns, and a quoted field may span several lines.
+    file are no rows, and the first line of a `.csv` file names its columns. In a `.csv` file with a line break inside
+    of quotes, no line is looked for.
     With `is_loaded`, `row` counts the rows that the loader returned, and no line is looked for.
     """
     if is_loaded:
@@ -211,15 +211,9 @@ def _line(path: Path, row: int) -> int | None:
         return None
     if suffix == ".txt":  # a blank line is a row too
         return row + 1
-    # The time is part of the key of the caches below, so that a file that is edited during a run is read again.
-    changed = path.stat().st_mtime_ns
-    if suffix == ".jsonl":
-        return _after_blanks(_blank_lines(path, changed), row + 1)
-    try:
-        starts = _csv_starts(path, changed)
-    except csv.Error:  # a field is longer than the reader allows, as images in base64 are
-        return None
-    return starts[row + 1] if row + 1 < len(starts) else None
+    # The time is part of the key of the cache, so that a file that is edited during a run is read again.
+    blanks = _blank_lines(path, path.stat().st_mtime_ns)
+    return None if blanks is None else _after_blanks(blanks, row + (2 if suffix == ".csv" else 1))
 
 
 def _after_blanks(blanks: array[int], line: int) -> int:
@@ -236,19 +230,13 @@ def _after_blanks(blanks: array[int], line: int) -> int:
 
 
 @lru_cache(_NUM_FILES_REMEMBERED)
-def _blank_lines(path: Path, changed: int) -> array[int]:
+def _blank_lines(path: Path, changed: int) -> array[int] | None:
+    """Return the numbers of the blank lines; None for a `.csv` file with a line break inside of quotes."""
+    is_csv, blanks = path.suffix.lower() == ".csv", array("q")
     with path.open("rb") as file:
-        return array("q", (number for number, line in enumerate(file, start=1) if line.isspace()))
-
-
-@lru_cache(_NUM_FILES_REMEMBERED)
-def _csv_starts(path: Path, changed: int) -> array[int]:
-    starts, before = array("q"), 0
-    # Undecodable bytes do not move lines, and the loader of the file reports them.
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        reader = csv.reader(file)
-        for fields in reader:
-            if fields:
-                starts.append(before + 1)
-            before = reader.line_num
-    return starts
+        for number, line in enumerate(file, start=1):
+            if is_csv and line.count(b'"') % 2:
+                return None
+            if not line.strip(b"\r\n" if is_csv else None):
+                blanks.append(number)
+    return blanks

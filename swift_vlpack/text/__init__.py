@@ -31,7 +31,6 @@ from swift_vlpack.text.documents import document_starts_of, positions_of
 from swift_vlpack.text.local import local_text
 from swift_vlpack.text.report import block_report
 from swift_vlpack.text.stream import TextStream
-from swift_vlpack.text.stream_file import load_stream
 from swift_vlpack.text.tokenizer import ByteTokenizer, model_token_ids, padded_vocab_size
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "block_report",
     "block_tokenize",
     "document_starts_of",
-    "load_stream",
     "local_text",
     "model_inputs",
     "model_token_ids",

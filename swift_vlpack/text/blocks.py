@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, StrategyError
 from swift_vlpack.plan.boundaries import Boundaries
-from swift_vlpack.plan.packer import Packer
-from swift_vlpack.plan.parts import Cutting, Part, Run, parts_of, window_parts
+from swift_vlpack.plan.parts import Cutting, Part, Run, parts_of
 from swift_vlpack.plan.planner import plan
-from swift_vlpack.plan.registry import WINDOW, Checked, strategy_named
+from swift_vlpack.plan.registry import Checked, strategy_named
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import Kind, Reason
 from swift_vlpack.text.checks import check_whole
@@ -40,9 +39,9 @@ from swift_vlpack.text.tokenizer import edge_tokens, edged, token_ids, tokenizer
 logger = logging.getLogger(__name__)
 
 Tokens = NDArray[np.int64]
-GREEDY, UNCUT = "greedy", "greedy_uncut"
+GREEDY, UNCUT, WINDOW = "greedy", "greedy_uncut", "window"
 """Here `greedy` cuts documents where a block is full. The strategy `greedy` of `plan`, which cuts nothing, is called
-`greedy_uncut` here."""
+`greedy_uncut` here. `window` is `greedy` without a stride, which leaves out no short rest."""
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
 
 COLUMN = "block_counts"
@@ -102,10 +101,9 @@ class BlockOptions:
     @cached_property
     def cutting(self) -> Cutting:
         """Return the rule by which `plan.parts` cuts documents."""
-        how = WINDOW if self.is_windowed else "split" if self.overflow else "truncate"
         is_window = self.packed and self.packing_strategy == WINDOW
         return Cutting(
-            how=how,
+            how="split" if self.overflow else "truncate",
             capacity=self.max_length,
             stride=self.stride,
             min_len=1 if is_window else self.min_len,  # `window` leaves out short documents, never short pieces
@@ -226,19 +224,37 @@ def _why_left_out(length: int, options: BlockOptions) -> Reason | None:
 
 def _windows(usable: list[int], lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:
     """Lay documents end to end and cut them wherever a block is full."""
-    config = PackingConfig(packing_length=options.max_length, packing_strategy=WINDOW, packing_drop_last=False)
-    packer, packs = Packer(config, label=None), []
+    cutting, blocks, room = options.cutting, list[list[Piece]](), 0
     for document in usable:
-        text = Run(lengths[document])
-        parts = window_parts([text], options.cutting, text, packer.taken)
-        for piece in _placed(document, parts or [Part(0, 0, text.length)], options):
-            packs += packer.push((piece, piece.length))
-    blocks: list[list[Any]] = [list(pack.ids) for pack in [*packs, *packer.flush()]]
-    if blocks and sum(piece.length for piece in blocks[-1]) < options.cutting.min_len:
+        # A block with room for fewer than `min_len` tokens is full, so that no first piece is shorter.
+        parts = _end_to_end(lengths[document], cutting, room if room >= cutting.min_len else cutting.capacity)
+        for piece in _placed(document, parts, options):
+            if piece.length > room:
+                blocks.append([])
+                room = cutting.capacity
+            blocks[-1].append(piece)
+            room -= piece.length
+    if blocks and sum(piece.length for piece in blocks[-1]) < cutting.min_len:
         # Every document has at least `min_len` tokens, so such a short last block is the end of a single one.
         (rest,) = blocks.pop()
         count_left_out(lost, Reason.TOO_SHORT, rest.part.num_new, is_whole=False)
     return blocks
+
+
+def _end_to_end(length: int, cutting: Cutting, room: int) -> list[Part]:
+    """Cut a document that begins in a block with `room` tokens left.
+
+    >>> [part[1:3] for part in _end_to_end(9, Cutting(how="split", capacity=6), room=2)]
+    [(0, 2), (2, 8), (8, 9)]
+    """
+    parts: list[Part] = []
+    at = 0
+    while at < length:
+        num_repeated = min(cutting.stride, at)
+        stop = min(length, at + (cutting.capacity - cutting.num_added - num_repeated if at else room))
+        parts.append(Part(len(parts), at - num_repeated, stop, num_repeated))
+        at = stop
+    return parts
 
 
 def _pieces(document: int, length: int, options: BlockOptions, lost: Counter[str]) -> list[Piece]:

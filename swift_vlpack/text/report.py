@@ -17,8 +17,6 @@ Facts = tuple[int, int | None, Mapping[str, int] | None]
 """(number of tokens, number of pieces, counts) of a block; None for columns that the data set does not have."""
 
 _ROWS_AT_A_TIME = 1000
-_NUM_BARS = 10
-_BAR_WIDTH = 40
 _LONGEST_TEXT = 400
 _NUM_IDS = 24
 
@@ -31,10 +29,10 @@ def block_report(dataset: Any, *, max_length: int | None = None, num_documents: 
     no block has no counts either. Give `num_documents`, the number of all documents, to have these as
     `uncounted_documents`.
     """
-    totals, fills = _totals(_facts(dataset))
+    totals = _totals(_facts(dataset))
     if not totals["blocks"]:
         raise DataError("there are no blocks to report on")
-    capacity = max_length or totals["max_length"] or max(fills)
+    capacity = max_length or totals["max_length"] or totals["longest"]
     report: dict[str, Any] = {
         "blocks": totals["blocks"],
         "documents": totals["documents"],
@@ -53,7 +51,6 @@ def block_report(dataset: Any, *, max_length: int | None = None, num_documents: 
             for reason in REASONS
             if totals[f"{reason.value}_pieces"]
         },
-        "histogram": _histogram(fills, capacity),
     }
     if num_documents is not None:
         report["uncounted_documents"] = num_documents - report["documents"] - report["dropped_documents"]
@@ -88,29 +85,19 @@ def _facts_of_table(table: Any) -> tuple[list[Any], list[Any], list[Any]]:
     )
 
 
-def _totals(blocks: Iterable[Facts]) -> tuple[Counter[str], Counter[int]]:
-    """Add up the facts of all blocks. Returns the sums, and the number of blocks for each number of tokens."""
+def _totals(blocks: Iterable[Facts]) -> Counter[str]:
+    """Add up the facts of all blocks; `max_length` and `longest`, the most tokens of a block, are maxima."""
     totals: Counter[str] = Counter()
-    fills: Counter[int] = Counter()
     for num_tokens, num_starts, counts in blocks:
         num_pieces = 1 if num_starts is None else num_starts
-        fills[num_tokens] += 1
+        totals["longest"] = max(totals["longest"], num_tokens)
         totals.update(blocks=1, tokens=num_tokens, pieces=num_pieces)
         if counts is None:
             totals["documents"] += num_pieces
             continue
         totals.update({name: int(counts[name]) for name in NAMES if name != "max_length"})
         totals["max_length"] = max(totals["max_length"], int(counts["max_length"]))
-    return totals, fills
-
-
-def _histogram(fills: Counter[int], capacity: int) -> dict[str, int]:
-    """Count blocks by fill, in tenths. Tenths without a block are left out."""
-    bars: Counter[int] = Counter()
-    for num_tokens, num_blocks in fills.items():
-        bars[min(_NUM_BARS - 1, num_tokens * _NUM_BARS // capacity)] += num_blocks
-    tenth = 100 // _NUM_BARS
-    return {f"{bar * tenth}-{(bar + 1) * tenth}%": bars[bar] for bar in sorted(bars)}
+    return totals
 
 
 def _text(report: Mapping[str, Any]) -> str:
@@ -125,9 +112,6 @@ def _text(report: Mapping[str, Any]) -> str:
     ]
     if "uncounted_documents" in report:
         lines.append(f"uncounted    {counted(report['uncounted_documents'], 'document')} of calls that made no block")
-    most = max(report["histogram"].values())
-    for fill, num_blocks in report["histogram"].items():
-        lines.append(f"{fill:>8}  {'#' * max(1, round(_BAR_WIDTH * num_blocks / most))} {num_blocks}")
     return "\n".join(lines)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from swift_vlpack import envelope
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
+from swift_vlpack.text.blocks import WINDOW
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.local import LocalText, paths_in
 from swift_vlpack.text.reading import Documents, ReadOptions

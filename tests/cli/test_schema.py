@@ -22,7 +22,6 @@ ROOT = Path(__file__).parent.parent.parent
 FILES = {
     "training": ROOT / "configs" / "vlpack.schema.json",
     "fusion": ROOT / "configs" / "vlpack.fusion.schema.json",
-    "stream": ROOT / "configs" / "vlpack.stream.schema.json",
 }
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 

@@ -1,4 +1,4 @@
-"""`vlpack pt` from YAML: interleaved documents in windows, on two ranks, of which one is killed; one ends the run."""
+"""`vlpack pt` from YAML: interleaved documents in parts, on two ranks, of which one is killed; one ends the run."""
 
 import json
 
@@ -11,13 +11,13 @@ from tests.host.parts.test_runs import page
 from tests.host.runs import OFFLINE, SMALL_VOCABULARY, epoch_report, packed_argv, train
 
 FAMILY = "qwen3_vl"
-PACKING = {"packing_strategy": "window", "packing_drop_last": False, "packing_pad_to": 32}
+PACKING = {"packing_strategy": "exact", "packing_overflow": "split", "packing_drop_last": False, "packing_pad_to": 32}
 
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_documents_in_windows_are_trained_once_through_a_kill_and_a_resume(small_folder, tmp_path):
-    """WIN-4 PAD-1 TRAIN-27: every part of every page once, on two ranks, then on one."""
+def test_documents_in_parts_are_trained_once_through_a_kill_and_a_resume(small_folder, tmp_path):
+    """CUT-11 PAD-1 TRAIN-27: every part of every page once, on two ranks, then on one."""
     pages = [page(tmp_path, number, number % 3, 6 + 5 * number) for number in range(9)]
     options = {
         "model": str(small_folder(FAMILY)), "model_type": FAMILY, "template": FAMILY,
@@ -37,8 +37,8 @@ def test_documents_in_windows_are_trained_once_through_a_kill_and_a_resume(small
     done = trained(tmp_path / "out", up_to_step=step_of(checkpoint))
     assert len({pack["rank"] for pack in done}) == 2
     packing_options(
-        packing_strategy="window", packing_drop_last="false", packing_pad_to="32", packing_verify="false",
-        record_packs="true",
+        packing_strategy="exact", packing_overflow="split", packing_drop_last="false", packing_pad_to="32",
+        packing_verify="false", record_packs="true",
     )  # fmt: skip
     options = {name: value for name, value in options.items() if name not in ("model", "model_type", "output_dir")}
     rest = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "rest", **options, resume_from_checkpoint=checkpoint)

@@ -52,9 +52,8 @@ def facts_of(packed):
         {},
         {"packing_strategy": "exact", "packing_allow_single_long": False},
         {"packing_overflow": "split", "packing_strategy": "exact"},
-        {"packing_strategy": "window"},
     ],
-    ids=["default", "left out", "split", "window"],
+    ids=["default", "left out", "split"],
 )
 def test_epoch_that_was_kept_is_the_one_that_was_planned(monkeypatch, options, extent):
     """PLAN-15"""

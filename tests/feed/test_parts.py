@@ -311,12 +311,10 @@ def test_ratios_are_of_rows_and_epochs_too_unlike_are_refused():
         PackingDataset(source, Template(), config(), num_epochs=6)
 
 
-@pytest.mark.parametrize("how", ["split", "window"])
-def test_row_that_breaks_before_it_is_loaded_is_left_out_part_by_part(how):
+def test_row_that_breaks_before_it_is_loaded_is_left_out_part_by_part():
     """CUT-13: one row of the account, whatever packs its parts are in."""
     data = [{"messages": [{}], "runs": [20]}, {"messages": [{}], "runs": [75]}, {"messages": [{}], "runs": [5]}]
-    end_to_end = {"packing_strategy": "window", "packing_overflow": "keep"} if how == "window" else {}
-    packs = PackingDataset(data, Template(), config(**end_to_end))
+    packs = PackingDataset(data, Template(), config())
     data[1]["runs"] = None
     counted = Counts(packing_length=30)
     named = []

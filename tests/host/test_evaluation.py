@@ -113,7 +113,7 @@ def test_what_packs_cannot_be_evaluated_for_is_refused_at_the_start(flags, messa
 
 
 OURS = {
-    "packing_strategy": ("exact", "greedy", "window"),
+    "packing_strategy": ("exact", "greedy"),
     "packing_mode": ("auto", "plan", "buffer"),
     "packing_overflow": ("keep", "split"),
     "packing_pad_to": ("none", "length"),

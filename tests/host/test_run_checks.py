@@ -184,28 +184,13 @@ def test_check_needs_neither_torch_nor_ms_swift(folder):
     assert done.stdout == "False\n"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ratios"), [("first_exhausted", (1 / 3, 1)), ("all_exhausted", (1, 3))], ids=lambda value: str(value)
-)
-def test_shares_of_interleaving_are_shown_as_the_sources_that_do_the_same(strategy, ratios, folder, capsys):
+def test_shares_of_interleaving_are_ratios_of_a_fusion_config(capsys):
     """CLI-32"""
     argv = [FILE, "--dataset", "rows.jsonl", "few.jsonl", "--interleave_prob", "0.5", "0.5"]
-    assert main(["sft", *argv, "--stopping_strategy", strategy]) == 2
-    said = capsys.readouterr().err
-    shown = (
-        f"sources: [{{dataset: rows.jsonl, ratio: {ratios[0]:.4g}}}, {{dataset: few.jsonl, ratio: {ratios[1]:.4g}}}]"
-    )
-    assert shown in said
-    (folder / "mix.yaml").write_text(shown + "\n")
-    with pytest.raises(Started):
-        main(["sft", "--model", "model", "--fusion_config", "mix.yaml"])
-
-
-def test_shares_of_data_on_a_hub_are_shown_as_a_rule(folder, capsys):
-    """CLI-32"""
-    argv = [FILE, "--dataset", "owner/a", "rows.jsonl#3", "--interleave_prob", "0.25", "0.75"]
     assert main(["sft", *argv]) == 2
-    assert "{dataset: owner/a, ratio: N x 0.25 / ROWS}" in capsys.readouterr().err
+    assert "give a fusion_config with a ratio for each data set" in capsys.readouterr().err
+    with pytest.raises(Started):
+        main(["sft", *argv, "--streaming", "true", "--max_steps", "3"])
 
 
 def test_options_are_those_that_argparse_takes():

@@ -93,17 +93,9 @@ def _sizes(rows: Sequence[Row]) -> Any:
 
 
 def _cut(rows: Sequence[Row], config: PackingConfig) -> CutRows:
-    """The parts of rows longer than a pack; where windows cut, the runs of rows with an image."""
+    """The parts of rows longer than a pack."""
     cut: dict[int, list[Part]] = {}
     for number, row in enumerate(rows):
-        if config.packing_strategy == "window":
-            if any(images for _, images, _ in row):
-                stops = np.cumsum([tokens for tokens, _, _ in row]).tolist()
-                cut[number] = [
-                    Part(0, stop - tokens, stop, 0, images, patches, supervised=tokens)
-                    for stop, (tokens, images, patches) in zip(stops, row, strict=True)
-                ]
-            continue
         runs = [Run(tokens, images, patches, is_whole=bool(images)) for tokens, images, patches in row]
         cutting = Cutting.of(config)
         assert cutting is not None

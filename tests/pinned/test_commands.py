@@ -113,7 +113,7 @@ def test_tensors_of_packs_are_as_pinned(family, small_folder, data, tmp_path):
     pins.check("reports", f"tensors of {family}", value)
 
 
-@pytest.mark.parametrize("strategy", ["binpack", "exact", "best_fit", "window"])
+@pytest.mark.parametrize("strategy", ["binpack", "exact", "best_fit"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_plan_of_lengths_is_as_pinned(strategy, num_ranks, tmp_path):
     """`vlpack plan --lengths`: every number of the report."""

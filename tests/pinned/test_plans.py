@@ -12,7 +12,6 @@ from tests.pinned.adapter import plan_of
 
 LENGTHS = pins.read("lengths")
 STRATEGIES = ("binpack", "greedy", "first_fit", "best_fit", "exact")
-ALL = (*STRATEGIES, "window")
 
 
 def text(length: int) -> list[tuple[int, int, int]]:
@@ -49,13 +48,14 @@ CASES: dict[str, dict[str, Any]] = {
     "defaults": case("captions"),
     "defaults of a mix": case(MIX, ratios=RATIOS, num_ranks=2),
     # Every strategy, on every shape of lengths.
-    **{f"{name} of {shape}": case(shape, packing(name)) for name in ALL for shape in ("captions", "instructions")},
-    **{f"{name} of near halves": case("near_halves", packing(name, length=1060)) for name in ALL},
-    **{f"{name} of a wide mix": case("mixed", packing(name, length=2048)) for name in ALL},
-    **{f"{name} of small packs": case({"s": TEXTS["short"]}, packing(name, length=64)) for name in ALL},
-    **{f"{name} that keeps the last": case("instructions", packing(name, drop_last=False)) for name in ALL},
+    **{f"{name} of {shape}": case(shape, packing(name))
+       for name in STRATEGIES for shape in ("captions", "instructions")},
+    **{f"{name} of near halves": case("near_halves", packing(name, length=1060)) for name in STRATEGIES},
+    **{f"{name} of a wide mix": case("mixed", packing(name, length=2048)) for name in STRATEGIES},
+    **{f"{name} of small packs": case({"s": TEXTS["short"]}, packing(name, length=64)) for name in STRATEGIES},
+    **{f"{name} that keeps the last": case("instructions", packing(name, drop_last=False)) for name in STRATEGIES},
     **{f"{name} without long ones": case("mixed", packing(name, allow_single_long=False)) for name in STRATEGIES},
-    **{f"{name} for 3 ranks": case("captions", packing(name), num_ranks=3, seed=7) for name in ALL},
+    **{f"{name} for 3 ranks": case("captions", packing(name), num_ranks=3, seed=7) for name in STRATEGIES},
     **{f"{name} in small buffers": case("captions", packing(name, buffer=16, max_carry=1)) for name in STRATEGIES},
     # Options of the packer.
     "fill ratio": case("near_halves", packing("best_fit", length=1060, buffer=24, min_fill_ratio=0.95, max_carry=2)),
@@ -63,7 +63,6 @@ CASES: dict[str, dict[str, Any]] = {
     "most images": case("captions", packing("best_fit", length=1024, max_images=2)),
     "most patches": case("captions", packing("greedy", length=1024, max_patches=1500)),
     "most images, exact": case("captions", packing("exact", length=1024, max_images=1)),
-    "caps in windows": case("captions", packing("window", length=700, max_images=2, max_samples=5)),
     "not balanced": case("mixed", packing("exact", balance=False, length=1024), num_ranks=4),
     "balanced": case("mixed", packing("exact", length=1024), num_ranks=4),
     "padded": case("captions", packing("exact", pad_to=64), num_ranks=2),
@@ -83,15 +82,12 @@ CASES: dict[str, dict[str, Any]] = {
     "mix of some rows": case(MIX, packing(), ratios=RATIOS, some={"a": range(10, 60), "c": range(0, 90, 2)}),
     "source at ratio 0": case(MIX, packing("binpack"), ratios={"a": 1.0, "b": 0.0, "c": 2.5}),
     "rows that cannot be encoded": case({"c": BROKEN}, packing("best_fit"), num_ranks=2),
-    "rows that cannot be encoded, in windows": case({"c": BROKEN}, packing("window"), num_ranks=2),
     # Rows longer than a pack.
     **{f"{how}, {name}": case(LONG, packing(name, overflow=how)) for how in ("split", "truncate", "drop")
        for name in ("binpack", "exact")},
     "split with stride": case(LONG, packing(overflow="split", stride=32, min_len=40), num_ranks=2),
     "split, one image a pack": case(LONG, packing("best_fit", overflow="split", max_images=1)),
     "split, ratios": case(LONG, packing(overflow="split"), ratios={"m": 1.0, "t": 2.0}),
-    "windows of long rows": case(LONG, packing("window"), num_ranks=2),
-    "windows that keep the last": case(LONG, packing("window", drop_last=False), epoch=1, num_epochs=2),
     # Epochs that others began: (ranks, packs of each rank) of every run before.
     "2 ranks after 2": case("captions", packing(), past=[(2, 5)], num_ranks=2),
     "3 ranks after 2": case("captions", packing(), past=[(2, 5)], num_ranks=3),
@@ -99,7 +95,6 @@ CASES: dict[str, dict[str, Any]] = {
     "5 ranks after 2, second epoch": case(MIX, packing(), ratios=RATIOS, past=[(2, 7)], num_ranks=5, epoch=1,
                                           num_epochs=2),
     "4 ranks after 1, split": case(LONG, packing(overflow="split", stride=16), past=[(1, 11)], num_ranks=4),
-    "2 ranks after 3, windows": case(LONG, packing("window"), past=[(3, 4)], num_ranks=2, accumulation=2),
     "nothing left": case({"t": TEXTS["short"][:20]}, packing("greedy", length=256), past=[(1, 3)], num_ranks=1),
 }  # fmt: skip
 
@@ -116,7 +111,7 @@ def test_plan_is_as_pinned(name):
     pins.check("plans", name, value)
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_public_plan_is_as_pinned(strategy):
     """Of `swift_vlpack.plan`, aligned, with what is left for other ranks."""
     config = PackingConfig(packing_length=512, packing_strategy=strategy)

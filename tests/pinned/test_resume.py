@@ -27,7 +27,6 @@ STATES = pins.FOLDER / "states"
 RUNS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "planned": ({"packing_strategy": "exact"}, {}),
     "planned, second epoch": ({"packing_strategy": "binpack"}, {"at": 6}),
-    "windows": ({"packing_strategy": "window"}, {"packing_length": 100}),
     "parts": ({"packing_overflow": "split", "packing_stride": "6"}, {"packing_length": 60, "max_length": 300}),
     "two sources": ({"packing_strategy": "exact"}, {"ratios": (0.5, 1.5)}),
     "buffer": ({**BUFFER, "packing_mode": "buffer"}, {}),
@@ -36,7 +35,7 @@ RUNS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "stream, second epoch": (BUFFER, {**STREAM, "at": 6}),
     "stream, two workers": (BUFFER, {**STREAM, "dataloader_num_workers": 2}),
 }
-SLOW = {"planned, second epoch", "buffer, second epoch", "two sources", "stream, two workers", "windows"}
+SLOW = {"planned, second epoch", "buffer, second epoch", "two sources", "stream, two workers"}
 CASES = [pytest.param(name, marks=TELLING) if name in SLOW else name for name in RUNS]
 
 

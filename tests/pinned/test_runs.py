@@ -55,7 +55,6 @@ RUNS: dict[str, tuple[str, str, str, dict[str, str], dict[str, Any]]] = {
                   options={"packing_buffer": "5", "packing_strategy": "best_fit"}),
     "stream, two workers": run(("mixed", "texts"), streaming="true", dataloader_num_workers=2,
                                options={"packing_buffer": "5", "packing_strategy": "best_fit"}),
-    "windows": run("documents", command="pt", packing_length=128, options={"packing_strategy": "window"}),
     "parts": run("documents", command="pt", packing_length=96, max_length=400,
                  options={"packing_overflow": "split", "packing_stride": "4", "packing_min_len": "3"}),
     "truncated": run("documents", command="pt", packing_length=96, max_length=400,

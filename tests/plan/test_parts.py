@@ -140,15 +140,3 @@ def test_options_that_cannot_be_or_would_do_nothing_are_refused():
         Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_min_len=9))
     assert Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_min_len=8)).min_len == 8
     assert Cutting.of(PackingConfig(packing_length=8)) is None
-
-
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [({"packing_stride": 2}, "windows repeat nothing"), ({"packing_min_len": 2}, "windows have no least length")],
-)
-def test_options_that_do_nothing_for_windows_are_to_be_left_out(option, why):
-    """CUT-7: not to be had by packing_overflow, which windows refuse."""
-    [(name, value)] = option.items()
-    message = f"{name}={value} has no effect under packing_strategy=window: {why}; leave it out"
-    with pytest.raises(ConfigError, match=f"^{message}$"):
-        Cutting.of(PackingConfig(packing_length=8, packing_strategy="window", **option))

@@ -15,10 +15,9 @@ from swift_vlpack.plan.same_steps import (
     UnpackedStep,
     deal,
     in_order,
+    kept_steps,
     pack_steps,
-    work_of,
 )
-from swift_vlpack.plan.steps import CostModel
 
 STRATEGIES = ("binpack", "greedy", "first_fit", "best_fit", "exact")
 
@@ -88,21 +87,26 @@ def test_ranks_of_a_step_are_balanced():
     size = UnpackedStep(8, 1, 8)
     batch = in_order(len(lengths), size)
     options = config(packing_length=8192)
-    balanced = work_of(pack_steps(lengths, batch, size, config=options, num_ranks=8), batch, size)
-    assert balanced.packed < 1.03 < balanced.padding_free < balanced.padded
+    balanced = pack_steps(lengths, batch, size, config=options, num_ranks=8)
+    assert balanced.balance.slowest_to_mean < 1.03
     as_it_comes = pack_steps(
         lengths, batch, size, config=config(packing_length=8192, packing_balance=False), num_ranks=8
     )
-    assert as_it_comes.balance.slowest_to_mean > balanced.packed
+    assert as_it_comes.balance.slowest_to_mean > balanced.balance.slowest_to_mean
 
 
-def test_work_counts_padding_and_the_slowest_rank_of_a_step():
-    """SAME-6: by hand. Two ranks, one batch of two each: 10 + 30 padded to 60, 20 + 20; the bound is 40 a rank."""
+def test_steps_are_told_in_sequences_and_padding_saved():
+    """SAME-6: by hand. One batch of two on each of two ranks: 10 + 30 padded to 60, 20 + 20; then 70 + 40 to 140."""
     size = UnpackedStep(2, 1, 2)
-    lengths, batch = np.array([10, 30, 20, 20]), in_order(4, size)
-    cost = CostModel(per_token=1.0, per_square=0.0, per_patch=0.0)
-    packs = pack_steps(lengths, batch, size, config=config(), num_ranks=2, cost=cost)
-    assert work_of(packs, batch, size) == (1.0, 60 / 40, 1.0, 60 + 40)
+    lengths = np.array([10, 30, 20, 20, 70, 40])
+    batch = in_order(6, size)
+    packs = pack_steps(lengths, batch, size, config=config(), num_ranks=2)
+    assert kept_steps(packs, batch, size) == (4, 2.0, round(1 - 190 / 240, 4))
+    one_rank = pack_steps(lengths, batch, size, config=config(), num_ranks=1)
+    assert kept_steps(one_rank, batch, size).num_sequences == 1.5, "one sequence of 80, then 70 and 40 in two"
+    assert str(kept_steps(one_rank, batch, size)) == (
+        "the same 4 samples as un-packed, in 1.5 sequences; padding saved: 20.8% of the tokens of padded batches"
+    )
 
 
 def test_dealing_gives_each_item_once_and_at_most_so_many_to_a_rank():
@@ -192,7 +196,7 @@ def test_an_epoch_of_which_unpacked_training_has_no_batch_is_refused():
 
 @pytest.mark.parametrize(
     "options", [{"packing_buffer": 64}, {"packing_drop_last": False}, {"packing_min_fill_ratio": 0.7},
-                {"packing_mode": "buffer"}, {"packing_strategy": "window"}]
+                {"packing_mode": "buffer"}]
 )  # fmt: skip
 def test_options_without_a_meaning_are_refused(options):
     """SAME-5"""

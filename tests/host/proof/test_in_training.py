@@ -21,6 +21,7 @@ from swift_vlpack.host.trainer import PackingTrainer
 from swift_vlpack.plan.boundaries import ROOT
 from swift_vlpack.proof import in_training, passes
 from swift_vlpack.proof.first_batch import FirstSequence
+from swift_vlpack.rows import streams
 from swift_vlpack.rows.samples import PackRecord
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options
@@ -367,13 +368,13 @@ def test_model_whose_layers_cannot_be_looked_into_trains_all_the_same(run, monke
     assert said in caplog.text
 
 
-def test_line_says_what_was_not_looked_at(run):
-    """ISO-23: a stream whose rows are cut where the rows before them end."""
-    packing_options(packing_drop_last="false", packing_strategy="window", packing_length="200")
+def test_line_says_what_was_not_looked_at(run, monkeypatch):
+    """ISO-23: a stream that has been read far."""
+    monkeypatch.setattr(streams, "FARTHEST_ROW", -1)
     _, (line,) = run(streaming="true")
     assert "encoded anew; " not in line
     assert (
-        "; not looked at: its samples encoded anew and alone, other media beside them (the place where a stream cuts"
+        "; not looked at: its samples encoded anew and alone, other media beside them (the stream would have to be read"
         in line
     )
     assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in line
@@ -381,7 +382,7 @@ def test_line_says_what_was_not_looked_at(run):
 
 def test_labels_of_a_stream_that_cannot_be_encoded_again_are_its_tokens(run, monkeypatch):
     """ISO-22"""
-    packing_options(packing_drop_last="false", packing_strategy="window", packing_length="200")
+    monkeypatch.setattr(streams, "FARTHEST_ROW", -1)
     changing(monkeypatch, rolled, is_in_workers_only=False)
     with pytest.raises(IsolationError, match="labels are not the tokens at their places"):
         run(streaming="true")
