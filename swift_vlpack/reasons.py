@@ -275,8 +275,9 @@ class Reason(str, Enum):
         "url_unreachable",
         _unreadable(
             15,
-            "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), or does not exist",
-            "60 minutes later",
+            "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), was not there within 60 s and "
+            "256 MB, or does not exist",
+            "at every start",
             is_passing=True,
         ),
     )

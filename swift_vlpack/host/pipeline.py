@@ -198,7 +198,7 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
 
 def urls_in_training() -> Urls:
     """Make the reader of URLs in training: two tries, and a retry later, because a server may come back."""
-    return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
+    return Urls(num_tries=2, seconds_left_alone=_SECONDS_WITHOUT_URL)
 
 
 def _show(pipeline: Any, feed: Feed) -> None:
