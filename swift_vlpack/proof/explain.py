@@ -291,7 +291,9 @@ class _Seen:
         def note(name: str, made: Any) -> None:
             made = made[0] if isinstance(made, tuple) else made
             if isinstance(made, torch.Tensor) and made.dim() >= 2 and made.numel() and made.is_floating_point():
-                seen.setdefault(name, made.detach()[..., :: -(-made.shape[-1] // _NUM_COLUMNS)].float().cpu())
+                columns = made.detach()[..., :: -(-made.shape[-1] // _NUM_COLUMNS)]
+                # A copy, because a view would keep the whole output, and a sequence has thousands of tokens.
+                seen.setdefault(name, columns.to("cpu", torch.float32, copy=True))
 
         model = self.proof_model.model
         handles = [
