@@ -17,6 +17,7 @@ GONE = {
     "vlpack export --context_parallel_size": "lengths are written as ms-swift writes them; leave it out",
     "vlpack export --pad_samples_to": "lengths are written as ms-swift writes them; leave it out",
     "vlpack export --packed": "trainers of ms-swift pack the exported rows; leave it out",
+    "vlpack export --num_ranks": "trainers of ms-swift pack the exported rows; leave it out",
     "packing_share_min": "rows share media alone; leave it out",
 }
 
