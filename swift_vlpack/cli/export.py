@@ -129,7 +129,8 @@ EXPORT = Command(
     description=(
         "Write what `swift export --to_cached_dataset true` writes (train and val, with the lengths of every row), "
         "from the file, flags and environment of a run. Lengths come from image headers, which are checked on some "
-        "rows and remembered in --packing_cache_dir. Plain `swift sft --cached_dataset FOLDER/train --packing true` and Megatron train from it without "
+        "rows and remembered in --packing_cache_dir. Plain `swift sft --cached_dataset FOLDER/train --packing true` "
+        "and Megatron train from it without "
         "this package."
     ),
     add_flags=_add_flags,
