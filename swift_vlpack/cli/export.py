@@ -130,8 +130,7 @@ EXPORT = Command(
         "Write what `swift export --to_cached_dataset true` writes (train and val, with the lengths of every row), "
         "from the file, flags and environment of a run. Lengths come from image headers, which are checked on some "
         "rows and remembered in --packing_cache_dir. Plain `swift sft --cached_dataset FOLDER/train --packing true` "
-        "and Megatron train from it without "
-        "this package."
+        "and Megatron train from it without this package."
     ),
     add_flags=_add_flags,
     run=_run,
