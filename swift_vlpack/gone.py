@@ -14,6 +14,10 @@ from __future__ import annotations
 from swift_vlpack.errors import ConfigError
 
 GONE = {
+    "vlpack export --context_parallel_size": "lengths are written as ms-swift writes them; leave it out",
+    "vlpack export --pad_samples_to": "lengths are written as ms-swift writes them; leave it out",
+    "vlpack export --packed": "trainers of ms-swift pack the exported rows; leave it out",
+    "vlpack export --num_ranks": "trainers of ms-swift pack the exported rows; leave it out",
     "packing_share_min": "rows share media alone; leave it out",
     "packing_strategy=window": "packing_overflow=split with packing_strategy=exact fills packs as well, and "
     "swift_vlpack.text lays documents end to end",

@@ -236,7 +236,8 @@ class Reason(str, Enum):
         "url_unreachable",
         _unreadable(
             15,
-            "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), or does not exist",
+            "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), was not there within 60 s and "
+            "256 MB, or does not exist",
             is_retried=True,
         ),
     )

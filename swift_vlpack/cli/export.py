@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.command import Command, add_run_flags
 from swift_vlpack.cli.in_run import in_run, is_in_run
 from swift_vlpack.cli.lines import labelled, listed
-from swift_vlpack.config import MEDIA, SAMPLES
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.files import whole_folder
 from swift_vlpack.host.launch import RunLaunch, check_launch
@@ -26,12 +24,12 @@ from swift_vlpack.words import by_reason, counted
 MODES = ("train", "rlhf", "kto")
 PARTS = ("train", "val")
 _OF_EXPORT = {*PARTS, "val_dataset.jsonl", LEFT_OUT, "settings.json", "sizes.npz", "packed"}
-"""Files and folders that an export writes."""
+"""Files and folders that an export writes; earlier versions also wrote the last three."""
 _BOOLEAN = ("true", "false")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_run_flags(parser)
+    add_run_flags(parser, num_ranks=False)
     parser.add_argument(
         "--output",
         "--output_dir",
@@ -44,24 +42,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--template_mode", choices=MODES, default="train", help="what the data is for, as of swift export"
     )
     _add_switch(parser, "check_pixels", "decode all images, and leave out rows with broken pixels, as ms-swift does")
-    rounding = parser.add_mutually_exclusive_group()
-    rounding.add_argument(
-        "--context_parallel_size",
-        type=_at_least_one,
-        metavar="INT",
-        help="write lengths as Megatron pads samples under context parallelism: to a multiple of twice this number",
-    )
-    rounding.add_argument(
-        "--pad_samples_to",
-        type=_at_least_one,
-        metavar="INT",
-        help="write lengths rounded up to a multiple of this number",
-    )
-    _add_switch(parser, "packed", "write an index of packs, too, by the packing options and for --num_ranks")
     _add_switch(parser, "exist_ok", "replace an earlier export")
     _add_switch(parser, "to_cached_dataset", "accepted, because commands of swift export have it", default="true")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
-    add_packing_flags(parser, packing_length="the run's --max_length")
 
 
 def _add_switch(parser: argparse.ArgumentParser, name: str, text: str, *, default: str = "false") -> None:
@@ -71,32 +54,19 @@ def _add_switch(parser: argparse.ArgumentParser, name: str, text: str, *, defaul
     )
 
 
-def _at_least_one(text: str) -> int:
-    """Read the number of a flag; argparse turns the error into one line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _run(args: argparse.Namespace) -> int:
     if args.to_cached_dataset != "true":
         raise ConfigError("--to_cached_dataset false leaves nothing to do; other exports are those of swift export")
     if not is_in_run():
         _check_output(args.output, may_exist=args.exist_ok == "true")
-        if args.num_ranks is not None and args.packed != "true":
-            raise ConfigError("--num_ranks is for the index of --packed; give both, or leave it out")
     # An export packs nothing, so options that cannot be combined with packing are allowed.
     args.flags = [*args.flags, "--packing", "false"]
-    with in_run(args, check=partial(_check_run, args)) as (run, out):
+    with in_run(args, check=_check_run) as (run, out):
         from swift_vlpack.host.export import ExportOptions, export
 
         options = ExportOptions(
             mode=args.template_mode,
             check_pixels=args.check_pixels == "true",
-            multiple=2 * args.context_parallel_size if _is_shared(args) else args.pad_samples_to or 1,
-            index=run.config if args.packed == "true" else None,
-            has_length=_has_length(run),
-            num_ranks=run.num_ranks,
             cache_dir=run.config.packing_cache_dir,
         )
         with whole_folder(args.output.absolute()) as folder:
@@ -106,30 +76,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_shared(args: argparse.Namespace) -> bool:
-    """Tell whether several ranks of context parallelism share a sample; a single rank needs no padding."""
-    return (args.context_parallel_size or 1) > 1
-
-
-def _has_length(run: RunLaunch) -> bool:
-    """Tell whether a flag, a key or a variable gives `packing_length`."""
-    return "packing_length" in given_options(run.flags) or "VLPACK_PACKING_LENGTH" in run.environ
-
-
-def _check_run(args: argparse.Namespace, run: RunLaunch) -> None:
+def _check_run(run: RunLaunch) -> None:
     """Refuse what cannot be exported, before anything heavy is imported."""
-    if args.packed == "true" and run.config.cuts_rows:
-        raise ConfigError(
-            f"packing_overflow={run.config.packing_overflow} with packing_strategy={run.config.packing_strategy} would "
-            "cut rows, which an index of whole rows cannot say; leave --packed out, or the option"
-        )
-    if args.packed == "true" and run.config.packing_batch == SAMPLES:
-        raise ConfigError("packing_batch=samples needs the steps of a run, which an index has not; leave --packed out")
-    if args.packed == "true" and run.config.packing_share == MEDIA:
-        raise ConfigError(
-            "packing_share=media computes a shared image once, which an index of whole rows cannot say; leave --packed "
-            "or packing_share out"
-        )
     if run.config.fusion_config is not None:
         raise ConfigError(
             f"fusion_config {run.config.fusion_config} cannot be exported, because a cached data set has no ratios; "
@@ -156,8 +104,6 @@ def export_text(report: dict[str, Any]) -> str:
     for name in PARTS:
         if name in report:
             lines += listed(name, _about_part(report[name], report["check_pixels"]))
-    if packed := report.get("packed"):
-        lines.append(("packed", _about_index(packed)))
     return labelled([*lines, ("time", f"{report['seconds']:.1f} s")])
 
 
@@ -165,8 +111,6 @@ def _about_part(part: dict[str, Any], check_pixels: bool) -> list[str]:
     lines = [f"{counted(part['num_rows'], 'row')}, {counted(part['num_tokens'], 'token')}"]
     if num := sum(part["left_out"].values()):
         lines.append(f"{counted(num, 'row')} left out ({by_reason(part['left_out'])}), listed in left_out.jsonl")
-    if num := part["num_rows_not_rounded"]:
-        lines.append(f"{counted(num, 'length')} not rounded up, which would be above --max_length")
     if num := part["num_images_not_decoded"]:
         lines.append(
             f"{num} of {counted(part['num_images'], 'image')} not decoded: broken pixels show in training "
@@ -175,26 +119,18 @@ def _about_part(part: dict[str, Any], check_pixels: bool) -> list[str]:
     return lines
 
 
-def _about_index(index: dict[str, Any]) -> str:
-    each = f"{counted(index['num_steps'], 'step')} of {counted(index['num_ranks'], 'rank')}"
-    return (
-        f"{counted(index['num_packs'], 'pack')} of {index['packing_length']} tokens, {each}, digest {index['digest']}"
-    )
-
-
 EXPORT = Command(
     name="export",
     text="write a cached data set for ms-swift and Megatron, without decoding images",
     usage=(
         "vlpack export [sft|pt] [--config CONFIG.yaml] --output FOLDER [--template_mode train|rlhf|kto]\n"
-        "                     [--check_pixels] [--context_parallel_size N | --pad_samples_to N]\n"
-        "                     [--packed [--num_ranks N] [packing options]] [any option of swift export] [--json]"
+        "                     [--check_pixels] [any option of swift export] [--json]"
     ),
     description=(
         "Write what `swift export --to_cached_dataset true` writes (train and val, with the lengths of every row), "
         "from the file, flags and environment of a run. Lengths come from image headers, which are checked on some "
-        "rows. Plain `swift sft --cached_dataset FOLDER/train --packing true` and Megatron train from it without "
-        "this package."
+        "rows and remembered in --packing_cache_dir. Plain `swift sft --cached_dataset FOLDER/train --packing true` "
+        "and Megatron train from it without this package."
     ),
     add_flags=_add_flags,
     run=_run,

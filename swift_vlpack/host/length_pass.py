@@ -17,7 +17,7 @@ from swift_vlpack.host import ranks
 from swift_vlpack.host.headers import pixel_free, reading_urls
 from swift_vlpack.host.same_on_ranks import check_equal
 from swift_vlpack.lengths.cache import LengthCache, fingerprint
-from swift_vlpack.lengths.cache_folder import UNREACHABLE_URLS, About, lengths_folder, lengths_path, write_about
+from swift_vlpack.lengths.cache_folder import About, lengths_folder, lengths_path, write_about
 from swift_vlpack.lengths.context import dependencies_of, digest_of
 from swift_vlpack.lengths.failures import log_failures, log_surplus_tags
 from swift_vlpack.lengths.measure import Progress, measure
@@ -80,8 +80,7 @@ def _measured(
     encoder = encoder.for_source(source)
     template = encoder.template
     folder = lengths_folder(cache_dir, os.environ)
-    # Under `strict` a failing URL ends the run, so do not remember failures, and request every URL again.
-    urls = Urls(None if args.strict else folder / UNREACHABLE_URLS)
+    urls = Urls()
     encoders = Encoders(
         by_header=None if in_full else encoder.using(pixel_free(template, urls)),
         in_full=encoder.using(reading_urls(template, urls)),
@@ -98,7 +97,7 @@ def _measured(
     sizes = sizes if template.model_meta.is_multimodal else replace(sizes, surplus_tags=())
     if is_master():
         log_surplus_tags(source, sizes)
-        log_failures(source, sizes, folder / UNREACHABLE_URLS)
+        log_failures(source, sizes)
     return SourceToShare(replace(source, sizes=sizes), encoders, cache.path)
 
 

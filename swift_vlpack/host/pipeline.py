@@ -35,7 +35,7 @@ from swift_vlpack.host.args import (
     unpacked_batch_size,
     unpacked_step,
 )
-from swift_vlpack.host.cached import compare_lengths, with_cached_validation, with_exported_sizes
+from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import branch_template, reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
@@ -103,15 +103,14 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, and fuse the sources into one data set."""
     encoder = RowEncoder.of(template, config)  # with the config, because sizes count the tokens that are targets
-    plugins = getattr(args, "external_plugins", None) or []
     measured = with_all_lengths(
-        with_exported_sizes(sources, template, plugins),
+        sources,
         encoder,
         args,
         config.packing_cache_dir,
         share_within=config.packing_length if config.shares_media else None,
     )
-    compare_lengths(measured, template, plugins)
+    compare_lengths(measured)
     return fused(measured, template, args, config)
 
 
@@ -187,7 +186,7 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
 
 def urls_in_training() -> Urls:
     """Make the reader of URLs in training: two tries, and a retry later, because a server may come back."""
-    return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
+    return Urls(num_tries=2, seconds_left_alone=_SECONDS_WITHOUT_URL)
 
 
 def _show(pipeline: Any, feed: Feed) -> None:

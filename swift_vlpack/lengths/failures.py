@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from pathlib import Path
 
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.sizes import LengthIndex
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.rows.urls import NUM_FAILURES, SECONDS_REMEMBERED
+from swift_vlpack.rows.urls import BYTES_FOR_ALL, NUM_FAILURES, SECONDS_FOR_ALL
 from swift_vlpack.words import by_reason, counted
 
 logger = logging.getLogger(__name__)
@@ -23,11 +22,8 @@ NUM_WITH_TAGS_NAMED = 5
 # -- log --------------------------------------------------------------------------------------------------------------
 
 
-def log_failures(source: RowSource, sizes: LengthIndex, unreachable_urls: Path) -> None:
-    """Log the first rows that cannot be encoded, and the number of all by reason.
-
-    `unreachable_urls` is the file that remembers which URLs failed.
-    """
+def log_failures(source: RowSource, sizes: LengthIndex) -> None:
+    """Log the first rows that cannot be encoded, and the number of all by reason."""
     for index in sorted(sizes.failures)[:NUM_FAILURES_NAMED]:
         fault = sizes.fault(index)
         logger.warning("%s: left out: %s: %s", source.sample_id(index), fault.reason, fault.error)
@@ -39,11 +35,11 @@ def log_failures(source: RowSource, sizes: LengthIndex, unreachable_urls: Path) 
         )  # fmt: skip
     if counts[Reason.URL_UNREACHABLE]:
         logger.warning(
-            "source %s: %s left out, because an image behind a URL could not be fetched. Each URL was tried once, and "
-            "no URL of a host after it failed %d times in a row; SWIFT_TIMEOUT sets how many seconds to wait. Runs "
-            "that start %d minutes later retry, and so does the next run if %s is deleted",
-            source.name, counted(counts[Reason.URL_UNREACHABLE], "row"), NUM_FAILURES, SECONDS_REMEMBERED // 60,
-            unreachable_urls,
+            "source %s: %s left out, because an image behind a URL could not be fetched. Each URL was tried once, for "
+            "%d seconds and %d MB at most, and no URL of a host after it failed %d times in a row; SWIFT_TIMEOUT sets "
+            "how many seconds to wait for an answer. The next start tries them again",
+            source.name, counted(counts[Reason.URL_UNREACHABLE], "row"), SECONDS_FOR_ALL, BYTES_FOR_ALL >> 20,
+            NUM_FAILURES,
         )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.lengths import forked
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, SIZE, Sizes
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, Sizes
 from swift_vlpack.lengths.measured_sizes import Findings, MeasuredSizes, joined
 from swift_vlpack.lengths.rank_rows import Positions, RankRows
 from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind, are_equal, in_words
@@ -43,7 +43,6 @@ from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +83,6 @@ def measure(
         if comm.rank == 0:
             logger.warning("source %s: remembered lengths are wrong, all rows are measured: %s", source.name, stale)
         comm.results_of_all(mine.sizes.forget)
-    # All ranks take the sizes of an export, or none does: the file may be missing on a node, or a row differ on a rank.
-    if difference is None and all(comm.results_of_all(mine.may_take_exported)):
-        difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn, of=mine.samples_of_export(num_drawn))))
-        if difference is None and all(comm.results_of_all(mine.are_as_exported)):
-            comm.results_of_all(mine.take_exported)
     if difference is None:
         difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn)))
     if difference is None:
@@ -116,7 +110,6 @@ def measure(
 class _RankPass:
     """Measure one rank's rows, in three steps: `look_up`, `measure`, `compare`.
 
-    For a source with `exported_sizes`, `measure` runs twice: of some rows, and of those that the export does not give.
     Each returns the first difference between headers and full encoding in words; None if there is none.
     """
 
@@ -130,7 +123,6 @@ class _RankPass:
         self._name = source.name
         self._work = RowsWork(rows, cache, encoders)
         self._progress = progress or Progress()
-        self._exported = _exported(source, rows)
 
     @property
     def _encoders(self) -> Encoders:
@@ -160,39 +152,9 @@ class _RankPass:
                     return f"{self._rows.sample_id(position)} has {in_words(now)}, remembered are {in_words(known)}"
         return None
 
-    # -- sizes of an export -------------------------------------------------------------------------------------------
-
-    def may_take_exported(self) -> bool:
-        """Tell whether there are sizes of an export, and headers are trusted, by which they were measured."""
-        return self._encoders.by_header is not None and self._exported is not None
-
-    def samples_of_export(self, num_drawn: int) -> Positions:
-        """Choose the rows to measure before the export is believed: drawn ones, and the extremes of the export."""
-        assert self._exported is not None
+    def measure(self, num_drawn: int = 0) -> str | None:
+        """Measure all rows that the cache does not have, and compare some as the pass goes on."""
         unknown = self.sizes.unknown()
-        return np.union1d(self.sizes.drawn(num_drawn), unknown[extremes(self._exported[unknown])])
-
-    def are_as_exported(self) -> bool:
-        """Tell whether every row that is measured has the size that the export gives it."""
-        assert self._exported is not None
-        known = self.sizes.known()
-        return all((self.sizes.sizes[name][known] == self._exported[name][known]).all() for name in RowSize._fields)
-
-    def take_exported(self) -> None:
-        """Take the sizes of the export for all other rows."""
-        assert self._exported is not None
-        num_rows = self.sizes.take_exported(self._exported, self._encoders.in_full.divider)
-        if num_rows and self._comm.rank == 0:
-            logger.info(
-                "source %s: %s taken from the export, which had the settings of this run; %d others were measured and "
-                "are equal", self._name, counted(num_rows, "size"), len(self.sizes.known()) - num_rows,
-            )  # fmt: skip
-
-    # -- measure ------------------------------------------------------------------------------------------------------
-
-    def measure(self, num_drawn: int = 0, of: Positions | None = None) -> str | None:
-        """Measure all rows that the cache does not have, or some of them, and compare some as the pass goes on."""
-        unknown = self.sizes.unknown() if of is None else of
         checks = Checks(self.sizes.drawn(num_drawn))
         tasks = _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
         with self._bar("Lengths", len(unknown)) as bar:
@@ -247,17 +209,6 @@ class _RankPass:
         return self._progress.stage(f"{text} of {self._name}", num_rows)
 
 
-def _exported(source: RowSource, rows: RankRows) -> Sizes | None:
-    """Return the sizes that an export noted for the rows of a rank; None if there are none."""
-    if source.exported_sizes is None:
-        return None
-    sizes = np.zeros(len(rows), SIZE)
-    for name, column in zip((*RowSize._fields, "aspect"), source.exported_sizes[:, rows.indices], strict=True):
-        sizes[name] = column
-    sizes["proof"] = BY_HEADER
-    return sizes
-
-
 def _tasks(kind: TaskKind, positions: Positions, size: int) -> deque[Task]:
     return deque(Task(kind, positions[start : start + size]) for start in range(0, len(positions), size))
 
@@ -294,7 +245,6 @@ def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | Non
         num_remembered=sum(of_rank.num_remembered for of_rank in findings),
         surplus_tags=sorted(surplus_tags - set(failures)),
         is_from_header=(sizes["length"] > 0) & (sizes["proof"] == BY_HEADER),
-        aspects=sizes["aspect"].copy(),
         cut=CutRows.of(parts) if is_cut else None,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.lengths.cache import Details, LengthCache
-from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, Sizes
+from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import RowKeys
 from swift_vlpack.plan.parts import Part
@@ -77,23 +77,11 @@ class MeasuredSizes:
                 stop = max((part.stop for part in details.parts), default=0)
                 self._is_known[position] = stop == self.sizes["length"][position]
 
-    def take_exported(self, exported: Sizes, divider: Divider | None) -> int:
-        """Take the sizes of an export for rows that have none. Returns how many; rows with parts stay unknown."""
-        unknown = self.unknown()
-        if divider is not None:
-            unknown = unknown[~divider.have_parts(exported["length"][unknown])]
-        self.take(Chunk(unknown, exported[unknown], np.ones(len(unknown), dtype=bool)))
-        return len(unknown)
-
     # -- choose rows --------------------------------------------------------------------------------------------------
 
     def unknown(self) -> Positions:
         """Return the rows that have no size yet."""
         return np.flatnonzero(~self._is_known)
-
-    def known(self) -> Positions:
-        """Return the rows that have a size, or a reason why they have none."""
-        return np.flatnonzero(self._is_known)
 
     def drawn(self, num_rows: int) -> Positions:
         """Draw at most `num_rows` of the rows that have no size yet."""

@@ -19,7 +19,7 @@ import torch
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.sequence_effects import BY_LONGEST
 from swift_vlpack.proof.branches import units_in
-from swift_vlpack.proof.handed import Handed, handed_in, why_not_apart
+from swift_vlpack.proof.handed import why_not_apart
 from swift_vlpack.proof.limits import Limits, gap_by_token
 from swift_vlpack.proof.perturb import can_be_replaced, kinds_of_media, replaced, with_other_media
 from swift_vlpack.proof.proof_model import VISION_PARTS, ProofModel, RunResult
@@ -75,8 +75,10 @@ class Evidence:
     is_only_in_training: bool = False
     window: int | None = None
     rope_type: str = "default"
-    handed: Handed | None = None
-    """How the batch of the caller's own collator tells where samples start; None if the host makes the batch."""
+    has_own_collator: bool = False
+    """True if the caller's own collator makes the batch, and not the host."""
+    not_apart: str | None = None
+    """Why what that batch has does not keep samples apart; None if it does, or nothing in it explains it."""
 
 
 def explain(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limits) -> tuple[str, str]:
@@ -105,7 +107,8 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
         differs=differs,
         origin=origin,
         is_only_in_training=bool(differs) and not in_evaluation,
-        handed=seen.handed(),
+        has_own_collator=proof_model.has_own_collator,
+        not_apart=seen.not_apart() if proof_model.has_own_collator else None,
         **facts_of(proof_model.model.config),
     )
 
@@ -158,7 +161,7 @@ def of_linear_attention() -> str:
 
 def cause_of(evidence: Evidence) -> str:
     """Return one sentence that names the cause, and the remedy if one is known."""
-    if evidence.handed is None and evidence.attention in NO_BOUNDARIES:
+    if not evidence.has_own_collator and evidence.attention in NO_BOUNDARIES:
         name = evidence.attention
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
     mode = "in training mode, not in evaluation, " if evidence.is_only_in_training else ""
@@ -174,8 +177,8 @@ def _of_moved(evidence: Evidence) -> str:
         )
     if origin.is_stateful:
         return of_linear_attention()
-    if evidence.handed is not None and (why := why_not_apart(evidence.handed, evidence.attention)):
-        return why
+    if evidence.not_apart is not None:
+        return evidence.not_apart
     if not origin.is_attention:
         return f"samples see each other outside of attention, first {origin}"
     if all(any({*pair} <= {*unit} for unit in evidence.units) for pair in evidence.moved):
@@ -265,11 +268,10 @@ class _Seen:
                 return self._origin(name)
         return None
 
-    def handed(self) -> Handed | None:
-        if not self.proof_model.has_own_collator:
-            return None
+    def not_apart(self) -> str | None:
+        config = self.proof_model.model.config
         with self.proof_model.batches.batch(self.sequence, packed=True) as batch:
-            return handed_in(batch.inputs, batch.slots, self.proof_model.model.config)
+            return why_not_apart(batch.inputs, batch.slots, config, attention.name_of(config))
 
     def _changed(self, at: int, change: Callable[[Encoded], Encoded | None]) -> dict[int, Encoded] | None:
         unit = next((unit for unit in units_in(self.sequence) if at in unit), [at]) if change is _other_media else [at]
@@ -291,7 +293,9 @@ class _Seen:
         def note(name: str, made: Any) -> None:
             made = made[0] if isinstance(made, tuple) else made
             if isinstance(made, torch.Tensor) and made.dim() >= 2 and made.numel() and made.is_floating_point():
-                seen.setdefault(name, made.detach()[..., :: -(-made.shape[-1] // _NUM_COLUMNS)].float().cpu())
+                columns = made.detach()[..., :: -(-made.shape[-1] // _NUM_COLUMNS)]
+                # A copy, because a view would keep the whole output, and a sequence has thousands of tokens.
+                seen.setdefault(name, columns.to("cpu", torch.float32, copy=True))
 
         model = self.proof_model.model
         handles = [

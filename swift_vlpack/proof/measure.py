@@ -119,6 +119,8 @@ class InFloat32:
 class Measurements:
     """All measurements of one pack, in the order of its samples, and of sequences of the plan."""
 
+    proof_model: ProofModel
+    """The model as it was run, with only some columns of its head (`with_cut_head`)."""
     samples: Sequence[Encoded]
     alone: Sequence[torch.Tensor]
     dtype: torch.dtype
@@ -222,6 +224,7 @@ def measure_pack(
         of_plan = [_against_known(proof_model, reference, sequence) for sequence in kept]
         looked_at = [one for one in of_plan if one is not None]
         return Measurements(
+            proof_model=proof_model,
             samples=samples,
             alone=[ran.logits[0] for ran in packs.alone],
             dtype=packs.dtype,

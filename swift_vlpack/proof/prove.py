@@ -135,7 +135,7 @@ def run_proof(
             return Proof.of(measured)
         cause, seen, numbers = finding.cause, "", Proof.of(measured)
         if finding.sequence is not None:
-            cause, seen = _explained(proof_model, measured, finding)
+            cause, seen = _explained(measured, finding)
     except BoundaryError as error:
         positions, other = "positions are not restarted at the boundaries", "the sequence is not its samples"
         cause = positions if "position" in str(error) else other
@@ -159,11 +159,10 @@ def _agreed(proof_model: ProofModel, finding: Finding | None, results_of_all: Of
     return Finding(next(filter(None, said)), _NOT_ON_ALL)
 
 
-def _explained(proof_model: ProofModel, measured: Measurements, finding: Finding) -> tuple[str, str]:
+def _explained(measured: Measurements, finding: Finding) -> tuple[str, str]:
     assert finding.sequence is not None
-    if finding.is_in_float32 and measured.in_float32 is not None:
-        return explain(measured.in_float32.proof_model, finding.sequence, measured.in_float32.limits)
-    return explain(proof_model, finding.sequence, measured.limits)
+    single = measured.in_float32 if finding.is_in_float32 else None
+    return explain((single or measured).proof_model, finding.sequence, (single or measured).limits)
 
 
 def prove_in_training(measured: InTraining) -> str:

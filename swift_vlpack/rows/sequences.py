@@ -1,4 +1,4 @@
-"""Measure rows that become several sequences: a pair of answers, an anchor with candidates, a question with documents.
+"""Measure rows that become several sequences, such as a pair of answers.
 
 ms-swift's `lengths` of a row has a number for each sequence. The cache of lengths has one size for a row, the sum. The
 sequences are stored as parts of the row, like the parts of a cut row:
@@ -17,7 +17,7 @@ sequences are stored as parts of the row, like the parts of a cut row:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,8 +35,7 @@ from swift_vlpack.rows.source import Row
 
 OF_SEVERAL = ("rlhf", "kto")
 """Modes of ms-swift's templates in which a row is several sequences."""
-_TASKS = ("embedding", "reranker", "generative_reranker")
-_PREFIXES = ("chosen_", "rejected_", "anchor_", "positive_", "negative_")
+_PREFIXES = ("chosen_", "rejected_")
 """How ms-swift names the tensors of the sequences of a row."""
 
 
@@ -65,7 +64,7 @@ class SequencesEncoder(RowEncoder):
     @property
     def divider(self) -> SequencesOfRows:
         """Return the object that knows which rows have parts."""
-        return SequencesOfRows(self.template.mode in OF_SEVERAL or self.template.task_type in _TASKS)
+        return SequencesOfRows(self.template.mode in OF_SEVERAL)
 
     def part_sizes(self, row: Encoded) -> tuple[Part, ...]:
         """Return the sequences of a row as parts; none if the row is a single sequence."""
@@ -121,15 +120,3 @@ def lengths_of_sequences(sizes: LengthIndex) -> list[list[int]]:
         for row, (start, stop) in zip(rows.tolist(), pairwise(offsets.tolist()), strict=True):
             lengths[row] = of_parts[start:stop] if lengths[row] else []
     return lengths
-
-
-def rounded_up(lengths: Sequence[int], multiple: int, most: int | None) -> list[int]:
-    """Round lengths up to a multiple, as padding does. A length that would exceed `most` becomes `most`.
-
-    >>> rounded_up([5, 8, 62], 8, 63), rounded_up([5], 1, None)
-    ([8, 8, 63], [5])
-    """
-    rounded = [-(-length // multiple) * multiple for length in lengths]
-    return (
-        rounded if most is None else [min(one, max(length, most)) for one, length in zip(rounded, lengths, strict=True)]
-    )

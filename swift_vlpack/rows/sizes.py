@@ -54,8 +54,6 @@ class LengthIndex:
     """The parts of rows that are longer than a pack; None if rows are not cut."""
     is_from_header: NDArray[np.bool_] | None = None
     """Mask of rows whose pixels were never decoded, now or at an earlier start; None if that is not known."""
-    aspects: NDArray[np.float32] | None = None
-    """Longer side over shorter, of the most extreme image or video of each row; None if that is not known."""
 
     @classmethod
     def of(

@@ -74,9 +74,6 @@ class RowSource:
     """The numbers of the deleted rows, as far as they are known."""
     cached_lengths: NDArray[np.int64] | None = None
     """The lengths that a cached data set has for its rows; they are compared with the measured ones."""
-    exported_sizes: NDArray[np.float64] | None = None
-    """(5, num_rows): the fields of `RowSize` and the aspect as `vlpack export` noted them, by the settings of this run.
-    They are taken if rows that are measured have them, too; None if there are none, or settings differ."""
     origin: str | None = None
     """Full path of the local file or folder, or the name on the hub; None for rows that a program made."""
     prefixes: SharedPrefixes | None = None

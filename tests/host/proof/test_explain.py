@@ -5,7 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from swift_vlpack.errors import IsolationError
+from swift_vlpack.proof import explain
 from swift_vlpack.proof.explain import (
     INPUT,
     Evidence,
@@ -18,6 +22,7 @@ from swift_vlpack.proof.explain import (
     where,
 )
 from swift_vlpack.proof.limits import Limits
+from swift_vlpack.proof.prove import run_proof
 from tests.host.proof import sabotage as s
 from tests.host.proof.proof_models import text_samples
 
@@ -84,6 +89,38 @@ def test_evidence_names_sample_tokens_and_module_and_leaves_the_model_as_it_was(
     assert second.attention_dropout == 0.5
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in right.model.modules())
     assert torch.is_grad_enabled()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most bytes that a tensor of a sequence held, and of what was kept of modules' outputs."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        of_one = [one.untyped_storage().nbytes() for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+        self.num_bytes = max(self.num_bytes, *of_one, 0)
+        return made
+
+
+def test_explanation_takes_some_columns_of_a_large_vocabulary_and_never_all(monkeypatch):
+    """ISO-15: of a long sequence, in which boundaries are lost; every module's output is kept as a few columns."""
+    num_words, long = 60_000, text_samples(*[30] * 40)
+
+    @s.if_packed
+    def losing_the_tenth(right, args, ends, options):
+        return s.segmented_attention(*args, cu_seq_lens_q=ends[torch.arange(len(ends)) != 10], **options)
+
+    kept, outputs = [], explain._Seen._outputs
+    monkeypatch.setattr(explain._Seen, "_outputs", lambda *args, **to: kept.append(outputs(*args, **to)) or kept[-1])
+    with (
+        s.attending(s.llama(vocab_size=num_words), losing_the_tenth) as broken,
+        Largest() as largest,
+        pytest.raises(IsolationError, match=r"boundary before sample 11 .*layers\.0\.self_attn"),
+    ):
+        run_proof(broken, text_samples(24, 9, 31, 14, 20), [long])
+    assert largest.num_bytes < 1200 * num_words * 4 / 10
+    assert max(one.untyped_storage().nbytes() for one in kept[0].values()) <= 1200 * 16 * 4
 
 
 def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():

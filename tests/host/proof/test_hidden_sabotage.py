@@ -52,16 +52,16 @@ def checkpointed(proof_model, **options):
 def test_boundaries_that_are_remembered_by_the_length_of_a_row_are_stopped():
     """ISO-5 ISO-9: as of a mask in a cache; the first row is right, the next of as many tokens has its boundaries."""
     remembering = s.attending(s.llama(), s.remembering_boundaries())
-    cause = r"a mask or a cache hides them.*a sequence before it, of the same samples in another order, is r"
+    cause = r"layers\.0\.self_attn"
     check(remembering, text_samples(*LENGTHS), cause)
 
 
 AGAIN = {
     "without boundaries": (
         s.forgetting_in_the_backward,
-        r"\(gradient checkpointing\) does something else than in the f",
+        "gradient checkpointing",
     ),
-    "scaled": (s.scaled_otherwise_in_the_backward, "the backward of a pack is not that of its samples one by one"),
+    "scaled": (s.scaled_otherwise_in_the_backward, r"backward.*gradients? "),
 }
 
 
@@ -84,7 +84,7 @@ def test_attention_that_leaks_only_with_gradients_is_stopped():
 def test_layers_without_room_for_a_full_row_are_stopped():
     """ISO-5 ISO-9 ISO-12"""
     samples, row = text_samples(*LENGTHS), text_samples(*[12] * 20)
-    cause = r"than alone, first in .*layers\.0\.mlp \(LlamaMLP\).*text:12, number 13 of 20 in"
+    cause = r"first in .*layers\.0\.mlp \(LlamaMLP\).*text:12, number 13 of 20 "
     check(s.no_room_behind(s.llama(), 150), samples, cause, rows=[row])
 
 
@@ -94,26 +94,26 @@ def test_images_that_see_each_other_in_full_rows_only_are_stopped(proof_model, e
     samples = encoded(right.batches.template, ("image", "text", "images"))
     row = encoded(right.batches.template, ("image", "images", "image", "images", "image"))
     mixing = partial(s.images_see_each_other, num_patches=70)
-    check(mixing(right), samples, r"images, videos or sounds of one sample reach another", rows=[row])
+    check(mixing(right), samples, "before the first layer", rows=[row])
 
 
 def test_one_head_that_leaks_is_stopped_in_16_bits():
     """ISO-5 ISO-9 ISO-13"""
     with in_16_bits(s.llama()) as right:
-        check(s.attending(right, s.leaking_in_one_head), text_samples(*LENGTHS), "has no boundaries")
+        check(s.attending(right, s.leaking_in_one_head), text_samples(*LENGTHS), r"layers\.0\.self_attn")
 
 
 def test_boundary_of_long_samples_that_is_one_token_off_is_stopped_in_16_bits():
     """ISO-5 ISO-9 ISO-13: one token of 300 is wrong, which is little in the mean."""
     with in_16_bits(s.llama()) as right:
         moved = s.batches_changed(right, s.boundaries_at(shifted(-1)))
-        check(nullcontext(moved), text_samples(300, 280, 320, 310), r"a boundary is shifted")
+        check(nullcontext(moved), text_samples(300, 280, 320, 310), "sample 3 ")
 
 
 def test_last_tokens_that_see_nobody_are_stopped_in_16_bits():
     """ISO-5 ISO-9 ISO-13: nobody moves, and one token of 300 is wrong."""
     with in_16_bits(s.llama()) as right:
-        cause = r"differs from token 279 to 279 of 280"
+        cause = "token 279 to 279 of 280"
         check(s.attending(right, s.losing_last_tokens), text_samples(300, 280, 320, 310), cause)
 
 
@@ -121,7 +121,7 @@ def test_grids_that_are_exchanged_are_stopped_in_16_bits(proof_model, encoded):
     """ISO-5 ISO-9 ISO-13: this model hardly minds them."""
     with in_16_bits(proof_model(QWEN)) as right:
         samples = encoded(right.batches.batches.template, ("wide", "text", "tall"))
-        cause = r"wrong order: .*grids, are exchanged.*image_grid_thw of a sequence is not that of its samples"
+        cause = "image_grid_thw"
         check(nullcontext(s.batches_changed(right, s.grids_exchanged)), samples, cause)
 
 
@@ -153,7 +153,7 @@ def test_kinds_of_tokens_that_are_wrong_are_stopped_in_16_bits(proof_model, enco
 def test_attention_that_is_scaled_a_little_is_stopped_in_16_bits():
     """ISO-9 ISO-13: by a tenth, which rounding hides in 16 bits and not in float32."""
     with in_16_bits(s.llama()) as right:
-        cause = r"from token 1 on .*scaling.*in float32 too: logits differ by 0\.\d"
+        cause = r"float32.*token 1 to "
         check(s.attending(right, s.scaled_a_little), text_samples(*LENGTHS), cause)
 
 

@@ -263,7 +263,7 @@ REFUSED = {
     "gradients in 16 bits": ("", "other neighbours changed the gradient that samples give to parameters of the lang"),
     "backward": (OFF, "the backward of the trainer's own sequence is not that of its samples one by one"),
     # The cause is looked for by all ranks together.
-    "boundaries": ("mask is causal and has no boundaries.*first in layer 0", "own sequence see each other"),
+    "boundaries": (r"layers\.0\.self_attn", "own sequence see each other"),
 }
 
 
