@@ -234,7 +234,12 @@ class Reason(str, Enum):
     )
     ASPECT_RATIO = (
         "aspect_ratio",
-        _unreadable(8, "over 200 to 1, which Qwen refuses", _WHEN_CHANGED, is_of_pixels=False),
+        _unreadable(
+            8,
+            "over 200 to 1, which Qwen refuses, or so thin that nothing is left once it is resized",
+            _WHEN_CHANGED,
+            is_of_pixels=False,
+        ),
     )
     IMAGES_MALFORMED = (
         "images_malformed",
@@ -278,6 +283,15 @@ class Reason(str, Enum):
             "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), or does not exist",
             "60 minutes later",
             is_passing=True,
+        ),
+    )
+    MEDIA_TOKENS = (
+        "media_tokens",
+        _unreadable(
+            16,
+            "a text with a token that stands for an image or video (`<|image_pad|>`), and no medium for it",
+            _WHEN_READ,
+            is_of_row=True,
         ),
     )
 

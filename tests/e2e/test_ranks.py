@@ -16,7 +16,6 @@ from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.state import FILE
 from swift_vlpack.runlog.folder import find_run
 from swift_vlpack.runlog.report import run_report
-
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train
