@@ -92,10 +92,13 @@ def test_run_with_a_killed_process_ends_and_leaves_no_process_and_no_file(killed
         dataloader_persistent_workers="true",
     )  # fmt: skip
     run = Run(flags, tmp_path / "log.txt", record_packs="true", packing_verify="false")
-    run.until(lambda: len(trained(tmp_path / "run")) > 6)
-    run.kill_rank(1) if killed_one == "rank" else run.kill_worker()
-    assert run.wait(60) != 0
-    run.until_gone(20)
+    try:
+        run.until(lambda: len(trained(tmp_path / "run")) > 6)
+        run.kill_rank(1) if killed_one == "rank" else run.kill_worker()
+        assert run.wait(60) != 0
+        run.until_gone(20)
+    finally:
+        run.end()
     assert set(os.listdir("/dev/shm")) <= before
 
 
