@@ -56,7 +56,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True, exist_ok=True)
     handle = os.open(partial, os.O_RDONLY)
     try:
-        _lock(handle, partial)
+        _lock(handle, f"is writing {partial}")
         yield from _filled(folder, partial, old)
     finally:
         os.close(handle)
@@ -78,12 +78,12 @@ def _filled(folder: Path, partial: Path, old: Path) -> Iterator[Path]:
         raise
 
 
-def _lock(handle: int, partial: Path) -> None:
+def _lock(handle: int, what: str) -> None:
     """Lock a folder, so that two processes do not write it at once. Raises `ConfigError` if it stays locked."""
     deadline = time.monotonic() + _SECONDS_TO_WAIT
     while not _is_locked(handle):
         if time.monotonic() > deadline:
-            raise ConfigError(f"another process is writing {partial}; wait for it, or name another folder")
+            raise ConfigError(f"another process {what}; wait for it, or name another folder")
         time.sleep(_SECONDS_TO_WAIT / 20)
 
 
@@ -102,6 +102,28 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+_held: dict[Path, int] = {}
+"""The folders that this process holds, with their descriptors."""
+
+
+def hold(folder: Path, what: str) -> None:
+    """Lock a folder until this process ends, however it ends. Raises `ConfigError` if another process holds it.
+
+    `what` says in the error what the other process does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    if folder in _held:
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, f"{what} {folder}")
+    except ConfigError:
+        os.close(handle)
+        raise
+    _held[folder] = handle
 
 
 def sync_tree(folder: Path) -> None:

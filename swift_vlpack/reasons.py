@@ -204,7 +204,10 @@ class Reason(str, Enum):
         _unreadable(6, "not an image, in a format that Pillow does not know, or broken"),
     )
     IMAGE_TOO_LARGE = ("image_too_large", _unreadable(7, "Pillow takes it for a decompression bomb"))
-    ASPECT_RATIO = ("aspect_ratio", _unreadable(8, "over 200 to 1, which Qwen refuses"))
+    ASPECT_RATIO = (
+        "aspect_ratio",
+        _unreadable(8, "over 200 to 1, which Qwen refuses, or so thin that nothing is left of it once it is resized"),
+    )
     IMAGES_MALFORMED = (
         "images_malformed",
         _unreadable(9, "an entry of `images` is null, a number, an empty object, a list"),
@@ -239,6 +242,13 @@ class Reason(str, Enum):
             "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), was not there within 60 s and "
             "256 MB, or does not exist",
             is_retried=True,
+        ),
+    )
+    MEDIA_TOKENS = (
+        "media_tokens",
+        _unreadable(
+            16,
+            "a text with a token that stands for an image or video (`<|image_pad|>`), and no medium for it",
         ),
     )
 

@@ -39,6 +39,7 @@ CODES = {
     13: "file_unreadable",
     14: "file_timeout",
     15: "url_unreachable",
+    16: "media_tokens",
 }
 OF_LENGTH = {Reason.OVER_MAX_LENGTH}
 """What an encoding finds and is no failure: rows that are left out for their length never stop a run."""

@@ -12,7 +12,6 @@ import argparse
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ import numpy as np
 from swift_vlpack.cli.bench_report import advice_on, alone_per_second, bench_text, limit_of, speed_of, start_of
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.environment import num_cores
-from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
+from swift_vlpack.cli.in_run import end_by_signal, in_run, own_command, run_named
 from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
@@ -85,7 +84,7 @@ def _beside(argv: Sequence[str], phase: str, *, tokens_of_pack: int) -> dict[str
 def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
     """Measure a phase in a child process, which is terminated if this process ends. Raises `PhaseFailed`."""
     of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack), "--began", str(time.time())]
-    command = [sys.executable, "-m", "swift_vlpack", *argv, *of_phase]
+    command = own_command([*argv, *of_phase])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
             report, _ = running.communicate()

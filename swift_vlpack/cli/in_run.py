@@ -4,7 +4,8 @@ A run's environment is more than what a process can set for itself: PYTHONPATH, 
 are read when Python or a library starts. So a command about a run is executed twice, by the same process:
 
 1. `vlpack plan --config train.yaml` checks what can be checked without a heavy import, then replaces itself (`execve`)
-   by `python -m swift_vlpack plan --config train.yaml` with the environment of the run;
+   by the same command line with the environment of the run, and with the imports of `swift sft`: the current folder is
+   not searched, so a `swift` or `queue.py` there is not what the command plans with;
 2. in this second execution, `in_run` finds its mark in the environment, and the command does its work.
 
 From then on stdout has the report alone: whatever libraries print, also from C, goes to stderr. The process is still
@@ -19,7 +20,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ STDOUT, STDERR = 1, 2
 """File descriptors."""
 MARK = "_VLPACK_IN_RUN"
 """Variable that marks the second execution. It has the process id, so that child processes are not taken for it."""
+_MAIN = "from swift_vlpack.cli import main; sys.exit(main())"
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
@@ -50,8 +52,7 @@ def in_run(
     if not is_in_run():
         run = run_named(args, needs_gpu=needs_gpu)
         check(run)
-        command = [sys.executable, "-m", "swift_vlpack", *args.argv]
-        replace_process(command, {**run.environ, MARK: str(os.getpid())})
+        replace_process(own_command(args.argv), {**run.environ, MARK: str(os.getpid())})
 
     logging.disable(logging.WARNING)  # because the first execution has logged the warnings
     run = run_named(args, needs_gpu=needs_gpu)
@@ -62,6 +63,15 @@ def in_run(
     os.environ.setdefault("LOG_LEVEL", "WARNING")  # ms-swift prints pages otherwise; LOG_LEVEL=INFO shows them
     with _report_on_stdout() as report:
         yield run, report
+
+
+def own_command(argv: Sequence[str]) -> list[str]:
+    """Return the command line of a process that runs `vlpack` and imports nothing from the current folder.
+
+    `python -m` would search that folder first, and `python -P` needs Python 3.11.
+    """
+    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {str(PACKAGE.parent)!r}]; {_MAIN}"
+    return [sys.executable, "-c", code, *argv]
 
 
 def is_in_run() -> bool:

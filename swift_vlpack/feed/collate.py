@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 from swift_vlpack.attention.prepare import check_ready
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.sequence import layout, packed_sequence
-from swift_vlpack.feed.transport import Buffers, num_bytes_of
+from swift_vlpack.feed.transport import Buffers, end_with_the_trainer, num_bytes_of
 from swift_vlpack.rows.contents import num_vision_tokens
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.randomness import RandomStream
@@ -135,5 +135,7 @@ class WorkerCollator(Collator):
         collate = partial(super().__call__, batch)
         if get_worker_info() is None:
             return collate()
-        self._buffers = self._buffers or Buffers()
+        if self._buffers is None:
+            end_with_the_trainer()
+            self._buffers = Buffers()
         return self._buffers.sent(num_bytes_of(batch), collate)

@@ -17,9 +17,12 @@ from __future__ import annotations
 import ctypes
 import io
 import mmap
+import multiprocessing
 import os
 import pickle
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -39,6 +42,8 @@ _LEAST_JOINED_BYTES = 1 << 18
 """Fewest bytes that are joined in the buffer. Smaller tensors are joined as usual and copied, which is faster."""
 MOST_INLINE_BYTES = 1 << 19
 """Most bytes of a batch, such as one of texts, that goes through the pipe: to send a descriptor takes 1 to 2 ms."""
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""Seconds between two looks of a worker at the process that started it."""
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _CLOSE_ON_EXEC = 1  # MFD_CLOEXEC
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -257,6 +262,22 @@ def keep_freed_memory() -> None:
         # Set both: to set only one of them fixes the other at its low initial value.
         mallopt(_MMAP_THRESHOLD, 1 << 25)  # the largest value that glibc accepts
         mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+def end_with_the_trainer() -> None:
+    """End this worker soon after the process that started it, however that process ended.
+
+    The thread that writes batches into the pipe waits for ever if the trainer's process was killed, and torch's worker
+    joins that thread at its end. Left over, it would hold copies of the sockets of its rank, so that other ranks wait.
+    """
+    parent, number = multiprocessing.parent_process(), os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == number and (parent is None or parent.is_alive()):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="vlpack-watch", daemon=True).start()
 
 
 def anonymous_file() -> int:

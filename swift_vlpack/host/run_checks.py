@@ -28,6 +28,23 @@ PLUGINS = ("external_plugins", "custom_register_path", "custom_dataset_info")
 """Options whose files may register data sets and tuners. Only the training process loads these files."""
 
 
+_LEAST = {
+    "num_train_epochs": "above 0",
+    "max_length": "at least 1",
+    "per_device_train_batch_size": "at least 1",
+    "per_device_eval_batch_size": "at least 1",
+    "gradient_accumulation_steps": "at least 1",
+    "logging_steps": "above 0",
+    "save_steps": "above 0",
+    "eval_steps": "above 0",
+    "lora_rank": "at least 1",
+    "dataloader_num_workers": "at least 0",
+}
+"""Numbers of ms-swift's that would train nothing, or something else than they say, with the bound of each."""
+_IS_WITHIN = {"above 0": lambda number: number > 0, "at least 1": lambda number: number >= 1,
+              "at least 0": lambda number: number >= 0}  # fmt: skip
+
+
 class Registered(NamedTuple):
     """Names of data sets and tuners that ms-swift and plugins register; None if only training can know them."""
 
@@ -47,6 +64,7 @@ def check_run(
     if config.packing:
         refuse_combinations(options, config)
         sources = read_fusion_config(config.fusion_config) if config.fusion_config else None
+    refuse_numbers(options)
     _need_model_and_data(options, sources)
     tuner, tuners = options.get("tuner_type"), registered.tuners
     if tuner and tuners and tuner not in tuners:
@@ -106,6 +124,14 @@ def _need_model_and_data(options: Mapping[str, Any], sources: FusionConfig | Non
         raise ConfigError("there is no model to train: give --model, a local folder or a name on the hub")
     if not (get("dataset") or get("cached_dataset") or sources or get("load_data_args")):
         raise ConfigError("there is no data to train on: give --dataset or fusion_config")
+
+
+def refuse_numbers(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for numbers of ms-swift's that no run can have."""
+    for name, bound in _LEAST.items():
+        number = options.get(name)
+        if isinstance(number, (int, float)) and not isinstance(number, bool) and not _IS_WITHIN[bound](number):
+            raise ConfigError(f"--{name} must be {bound}, got {number}")
 
 
 def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> None:

@@ -153,7 +153,17 @@ def _checked_value(name: str, given: Sequence[str], known: Mapping[str, Any]) ->
         raise ConfigError(
             f"--{name} must be one of {', '.join(flag.choices)}, got {given[0]!r}{did_you_mean(given[0], flag.choices)}"
         )
+    if flag.number is not None and given and not _is_none(given[0]):
+        try:
+            return flag.number(given[0])
+        except ValueError:
+            kind = "a whole number" if flag.number is int else "a number"
+            raise ConfigError(f"--{name} must be {kind}, got {given[0]!r}") from None
     return _value(given[0]) if given else True
+
+
+def _is_none(text: str) -> bool:
+    return text.lower() in ("none", "null")
 
 
 def _value(text: str) -> Any:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+_NUMBER = re.compile(r"(?:Optional\[)?(int|float)\]?")
 _OF_FIELD = re.compile(r" {4}(\w+) ?\(.*?\):(?: (.*)|$)")
 
 
@@ -47,6 +48,12 @@ class Flag(NamedTuple):
         if not re.match(r"(?:Optional\[)?Literal\[", ast.unparse(self.annotation)):
             return ()
         return tuple(str(part.value) for part in ast.walk(self.annotation) if isinstance(part, ast.Constant))
+
+    @property
+    def number(self) -> type[int] | type[float] | None:
+        """Return the type of the number that the flag takes; None if it may take something else."""
+        found = _NUMBER.fullmatch(ast.unparse(self.annotation))
+        return None if found is None else {"int": int, "float": float}[found[1]]
 
 
 def flag_names() -> frozenset[str]:

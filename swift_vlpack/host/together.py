@@ -17,6 +17,7 @@ from swift.utils import get_logger, is_master
 from swift_vlpack.comm import Comm
 from swift_vlpack.envelope import check_fingerprint
 from swift_vlpack.errors import ConfigError, StateMismatch
+from swift_vlpack.files import hold
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.objective import objective_of, refused_values
 from swift_vlpack.host.ranks import RanksOfRun
@@ -33,9 +34,11 @@ _PART_OF_DEEPSPEED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.p
 
 
 def start_together(args: Any) -> None:
-    """Raise on every rank if ranks differ, before a model is loaded."""
+    """Raise on every rank if ranks differ, or another run has the output folder, before a model is loaded."""
     config = packing_config(args)
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
+    # Two runs in one folder would mix their checkpoints file by file, each whole by its own account.
+    RanksOfRun().results_of_all(lambda: hold(Path(args.output_dir), "trains into") if is_master() else None)
     checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else None
     needs_state = not (args.ignore_data_skip or wants_restart(os.environ))
     saved = check_checkpoint(checkpoint, RanksOfRun(), needs_state=needs_state)

@@ -26,6 +26,7 @@ from swift_vlpack.rows.families import (
     IMAGE,
     IMAGE_GRIDS,
     PIXELS,
+    VIDEO,
     VIDEO_GRIDS,
     MediaTensors,
     MediaTokens,
@@ -56,6 +57,14 @@ _KNOWN = {*PER_TOKEN, *_OF_SAMPLE, *_OF_HEADERS, *PER_MEDIUM}
 """All fields that cutting can handle. A sample with any other field stays whole."""
 _TOKENS_OF_TIME = 12
 """Most tokens that the time of a frame can have: "<1234.5 seconds>" has fewer in every tokenizer that was tried."""
+
+
+class NoPatch(ValueError):
+    """An image or video has no patch."""
+
+
+class UnfilledToken(ValueError):
+    """A text has a token that stands for an image or video, and there is none for it."""
 
 
 # -- count ------------------------------------------------------------------------------------------------------------
@@ -94,6 +103,36 @@ def count_contents(
         height, width = patch_size or (USUAL_PATCH, USUAL_PATCH)
         patches = sum(_patches(sample.get(name), height, width) for name in PIXELS)
     return Contents(_num_images(sample, row), patches, _aspect(sample))
+
+
+def refuse_unfilled(sample: Encoded, tokens: MediaTokens) -> None:
+    """Refuse a sample whose placeholders its images and videos do not fill.
+
+    Alone, a text with a pasted `<|image_pad|>` trains. In a pack, the model would fill it by the image of another.
+
+    Raises:
+        NoPatch: An image or video is so thin that nothing of it is left.
+        UnfilledToken: There are more or fewer placeholders than the media become. Only for families whose placeholders
+            are counted by grids, and for samples without media.
+    """
+    grids = {one.kind: list(_leaves(sample.get(str(one.grid)))) for one in BY_PATCHES}
+    if any(int(grid.prod(-1).min()) == 0 for found in grids.values() for grid in found):
+        raise NoPatch("a side of an image or video is shorter than a patch once it is resized")
+    if any(grids.values()):
+        wanted = {
+            kind: sum(int(grid.prod(-1).sum()) for grid in found) // tokens.merged for kind, found in grids.items()
+        }
+    elif any(sample.get(name) is not None for name in _OF_VISION):
+        return
+    else:
+        wanted = dict.fromkeys(tokens.placeholders, 0)
+    ids = list(sample["input_ids"])
+    written = {kind: ids.count(token) for kind, token in tokens.placeholders.items()}
+    if wanted.get(VIDEO) and not written.get(VIDEO):
+        return  # frames are written as images
+    for kind, num in written.items():
+        if num != wanted.get(kind, 0):
+            raise UnfilledToken(f"the text has {num} tokens of {kind}s, and its {kind}s become {wanted.get(kind, 0)}")
 
 
 def size_of(sample: Encoded) -> RowSize:

@@ -26,9 +26,9 @@ import torch
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
-from swift_vlpack.rows.contents import NO_LABEL, Contents, count_contents
+from swift_vlpack.rows.contents import NO_LABEL, Contents, count_contents, refuse_unfilled
 from swift_vlpack.rows.cutting import Divider, RowCutter, part_sizes
-from swift_vlpack.rows.families import patch_size_of
+from swift_vlpack.rows.families import MediaTokens, patch_size_of
 from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
 from swift_vlpack.rows.media import media, with_plain_paths
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
@@ -130,6 +130,10 @@ class RowEncoder:
     def _patch_size(self) -> tuple[int, int] | None:
         return patch_size_of(self.template)
 
+    @cached_property
+    def _tokens(self) -> MediaTokens:
+        return MediaTokens.of(self.template)
+
     @property
     def divider(self) -> Divider | None:
         """Return what divides rows into parts; None if rows stay whole."""
@@ -163,6 +167,8 @@ class RowEncoder:
         """
         try:
             sample = self._encoded(row) if is_watched else self._watched(row)
+            if isinstance(sample, dict):
+                refuse_unfilled(sample, self._tokens)
         except Exception as error:
             reason, said, files = fault_of(error, row)
             if strict:

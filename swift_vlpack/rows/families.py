@@ -164,10 +164,11 @@ class MediaTokens:
         """Read the tokens from a template, its model's config and its processor."""
         config, processor = getattr(template, "config", None), getattr(template, "processor", None)
         ids = {kind: _placeholder_id(kind, template, config, processor) for kind in (IMAGE, VIDEO)}
+        unknown = getattr(getattr(template, "tokenizer", None), "unk_token_id", None)
         # Version v3 of ms-swift's Qwen template (Qwen3-VL, Qwen3.5) writes "<1.5 seconds>" before a frame.
         has_times = getattr(template, "version", None) == "v3"
         return cls(
-            placeholders={kind: token for kind, token in ids.items() if token is not None},
+            placeholders={kind: token for kind, token in ids.items() if token not in (None, unknown)},
             starts=_ids(template, _STARTS),
             ends=_ids(template, _ENDS),
             merged=(merge_size(template) or 1) ** 2,

@@ -40,7 +40,10 @@ _BY_ERROR = {
     "DecompressionBombError": Reason.IMAGE_TOO_LARGE,
     "ReadTimeout": Reason.FILE_TIMEOUT,
     "UrlUnreachable": Reason.URL_UNREACHABLE,
+    "NoPatch": Reason.ASPECT_RATIO,
+    "UnfilledToken": Reason.MEDIA_TOKENS,
 }
+_SAID_OF_NO_PATCH = "height and width must be > 0"  # by Pillow, of an image that is resized to nothing
 _VIDEO_READERS = ("torchcodec", "decord")  # if both fail, qwen_vl_utils asks torchvision, which reads no videos
 _LONGEST_SHOWN = 200  # characters
 _LONGEST_ERROR = 2000  # characters
@@ -91,8 +94,8 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     said = _said(error)
     # Look up the name of the error's class, so that no library has to be imported for its error classes.
     known = _BY_ERROR.get(type(error).__name__)
-    # A row that is too long needs no check of its files.
-    if known == Reason.OVER_MAX_LENGTH:
+    # A row that is too long, or whose media were read and do not fit its text, needs no check of its files.
+    if known in (Reason.OVER_MAX_LENGTH, Reason.MEDIA_TOKENS):
         return Fault(known, said)
     # Return before the files are checked: that would wait for the same disk again.
     if known == Reason.FILE_TIMEOUT:
@@ -174,7 +177,7 @@ def _root() -> str:
 def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) -> Fault:
     """Return the fault of an image that cannot be read, or, if there is none, a fault made of the error."""
     reason, files, said = known or Reason.ENCODE_FAILED, _paths(found), _said(error)
-    if known is None and "aspect ratio" in str(error):
+    if known is None and ("aspect ratio" in str(error) or _SAID_OF_NO_PATCH in str(error)):
         reason = Reason.ASPECT_RATIO
     elif known is None and _is_of_disk(error):
         reason = Reason.FILE_UNREADABLE

@@ -30,8 +30,9 @@ class FixedBatches:
 
     `input_ids`, `labels` (already shifted) and `segment_ids` are int32, `attention_mask` is bool.
 
-    Pass an instance to `DataLoader(batches, batch_size=None)`, whose workers share the documents, or, with
-    `model_inputs` as collator, to `transformers.Trainer`.
+    A pass begins anew after one that ended, and goes on after one that was left. Pass an instance to
+    `DataLoader(batches, batch_size=None)`, whose workers share the documents, or, with `model_inputs` as collator, to
+    `transformers.Trainer`.
     """
 
     def __init__(  # noqa: PLR0913 - shape, end, labels and prefetch
@@ -65,18 +66,35 @@ class FixedBatches:
         """True if a closed thread left the stream ahead of `_consumed`. The next batch first moves the stream back."""
         self._is_shared = False
         """True in a worker's copy once its stream is limited to the worker's share of the documents."""
+        self._is_over = False
+        """True once the last batch of a pass was handed out. The next pass begins anew."""
 
     def __iter__(self) -> Iterator[FixedBatch]:
         worker = _worker()
         if worker is not None and not self._is_shared:
             self._stream.share(*worker)
             self._is_shared = True
+        if self._is_over:
+            self._begin_anew()
         return self
+
+    def _begin_anew(self) -> None:
+        self.close()
+        self._is_over = self._must_go_back = False
+        self._consumed = None
+        self._maker.begin_anew()
 
     def __next__(self) -> FixedBatch:
         if self._must_go_back:
             self._maker.load(plain(self._consumed)["state"])
             self._must_go_back = False
+        try:
+            return self._next()
+        except StopIteration:
+            self._is_over = True
+            raise
+
+    def _next(self) -> FixedBatch:
         if not self._prefetch:
             return self._maker.next()
         if self._prefetcher is None:
@@ -110,10 +128,10 @@ class FixedBatches:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which the state was taken; the batch size may differ."""
-        saved = envelope.unseal(state, KIND, {}, shape=_STATE)
+        """Continue after the batch at which the state was taken. The batch size may differ, the labels may not."""
+        saved = envelope.unseal(state, KIND, self._maker.objective, shape=_STATE)
         self.close()
-        self._must_go_back, self._consumed = False, None
+        self._must_go_back, self._is_over, self._consumed = False, False, None
         self._maker.load(saved)
 
     def close(self) -> None:
@@ -197,6 +215,8 @@ class _Maker:
         self._shape = shape
         self._drop_last = drop_last
         self._mask_boundary_loss = mask_boundary_loss
+        self.objective = {"mask_boundary_loss": mask_boundary_loss, "train_on_eos": train_on_eos}
+        """The options that decide what is trained. A state of other ones is refused."""
         self._untrained = None if train_on_eos else token_id(stream.tokenizer, "eos")
         self._counts: Counter[str] = Counter()
 
@@ -224,12 +244,17 @@ class _Maker:
     def snapshot(self) -> dict[str, Any]:
         """Return the state, not yet as JSON: `plain` converts it, which takes longer and can wait."""
         state = {"stream": self._stream.snapshot(), "counts": dict(self._counts)}
-        return envelope.seal(KIND, {}, state)
+        return envelope.seal(KIND, self.objective, state)
 
     def load(self, saved: dict[str, Any]) -> None:
         """Restore a state that `snapshot` returned."""
         self._stream.load_state_dict(saved["stream"])
         self._counts = Counter(saved["counts"])
+
+    def begin_anew(self) -> None:
+        """Go back to the first document, with counts of zero."""
+        self._stream.begin_anew()
+        self._counts = Counter()
 
     def _drop(self, windows: list[Window]) -> None:
         if windows:

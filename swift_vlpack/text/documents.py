@@ -15,6 +15,8 @@ from swift_vlpack.plan.boundaries import Boundaries
 
 IGNORED = -100
 """Label of a token that is not trained."""
+_TRAINED = ("completion_mask", "assistant_masks")
+"""Columns that TRL's data sets have: 1 for every token that is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,10 @@ def has_boundaries(feature: Mapping[str, Any]) -> bool:
 
 
 def read_block(feature: Mapping[str, Any], name: str, specials: Specials, *, by_tokens: bool) -> Block:
-    """Read a row. Errors begin with `name`. With `by_tokens`, EOS or BOS mark documents if no field does."""
+    """Read a row. Errors begin with `name`. With `by_tokens`, EOS or BOS mark documents if no field does.
+
+    Tokens that a mask of TRL's leaves out have no label.
+    """
     tokens = _whole_numbers(feature["input_ids"], f"{name}: input_ids")
     tokens = tokens[: _num_real(feature, len(tokens), name)]
     labels = tokens
@@ -56,10 +61,21 @@ def read_block(feature: Mapping[str, Any], name: str, specials: Specials, *, by_
         labels = _whole_numbers(feature["labels"], f"{name}: labels")[: len(tokens)]
         if len(labels) < len(tokens):
             raise DataError(f"{name} has {len(labels)} labels for {len(tokens)} tokens")
+    for field in _TRAINED:
+        if feature.get(field) is not None:
+            labels = np.where(_trained(feature[field], len(tokens), f"{name}: {field}"), labels, IGNORED)
     documents = _documents(feature, tokens, name, specials, by_tokens) if len(tokens) else Boundaries(())
     if not documents.num_tokens:
         raise DataError(f"{name} has no tokens; leave it out")
     return Block(tokens[: documents.num_tokens], labels[: documents.num_tokens], documents)
+
+
+def _trained(mask: Any, num_tokens: int, name: str) -> NDArray[np.bool_]:
+    """Return True for the tokens that a mask of TRL's trains."""
+    numbers = _whole_numbers(mask, name)
+    if len(numbers) < num_tokens:
+        raise DataError(f"{name} has {len(numbers)} entries for {num_tokens} tokens")
+    return numbers[:num_tokens] != 0
 
 
 def joined(rows: Sequence[Block]) -> Block:

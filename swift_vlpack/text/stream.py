@@ -129,9 +129,16 @@ class TextStream:
         )
         paths = paths_in(source)
         self._source = source_of(source, text_key) if paths is None else LocalText(paths, text_key=text_key)
+        # A data set that `split_dataset_by_node` made yields the documents of its node alone.
+        if num_ranks > 1 and (split := getattr(source, "_distributed", None)) is not None:
+            raise ConfigError(
+                f"the source has the documents of node {split.rank} of {split.world_size} alone "
+                f"(split_dataset_by_node), and num_ranks={num_ranks} would share these again; pass the whole data set, "
+                "or leave rank and num_ranks out"
+            )
         self._sleep = sleep
         self._edges = edge_tokens(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
-        self._start()
+        self.begin_anew()
 
     @property
     def pad_token_id(self) -> int:
@@ -171,7 +178,7 @@ class TextStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Raises `StateMismatch` if the source, the tokenizer or the options differ."""
         saved = envelope.unseal(state, KIND, plain(self._fingerprint), shape=_STATE)
-        self._start()
+        self.begin_anew()
         self._documents.load(saved["documents"])
         self._windows.load(saved["windows"], self._fetcher())
         self._is_over, self._epoch_of_tokens = saved["is_over"], saved["epoch_of_tokens"]
@@ -191,9 +198,10 @@ class TextStream:
             reading, rank=reading.rank * num_workers + worker, num_ranks=reading.num_ranks * num_workers
         )
         self.__dict__.pop("_fingerprint", None)
-        self._start()
+        self.begin_anew()
 
-    def _start(self) -> None:
+    def begin_anew(self) -> None:
+        """Go back to the first document, with counts of zero."""
         options = self.options
         self._documents = Documents(self._source, self._reading, self._sleep)
         self._windows: Windows

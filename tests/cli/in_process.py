@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from swift_vlpack.cli import main
+from swift_vlpack.cli.in_run import own_command
 from tests.environment import restored_environment
 
 
@@ -25,7 +26,7 @@ def run_here(argv: Sequence[Any]) -> int:
     environs: list[dict[str, str]] = []
 
     def execve(path: str, command: list[str], environ: dict[str, str]) -> NoReturn:
-        assert command[1:] == ["-m", "swift_vlpack", *words]
+        assert command == own_command(words)
         environs.append(environ)
         raise Executed
 

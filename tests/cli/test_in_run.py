@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from swift_vlpack.cli import in_run, main
-from swift_vlpack.cli.in_run import MARK, is_in_run
+from swift_vlpack.cli.in_run import _MAIN, MARK, is_in_run, own_command
 from swift_vlpack.errors import ConfigError
 from tests.data_rows import text_row, write_jsonl
 from tests.environment import packing_options
@@ -57,7 +57,7 @@ def test_same_command_line_is_executed_again_with_the_variables_of_the_run(comma
     argv = [command, "--config", "train.yaml", "--packing_length=64", "--lora_rank", "8", "--json"]
     main(argv)
     ((command, environ),) = train
-    assert command == [sys.executable, "-m", "swift_vlpack", *argv]
+    assert command == own_command(argv)
     assert environ[MARK] == str(os.getpid())
     assert (environ["FPS_MAX_FRAMES"], environ["MAX_PIXELS"]) == ("3", "1000"), "what is set outside wins"
     assert environ["VLPACK_PACKING_BUFFER"] == "8"
@@ -104,3 +104,15 @@ def test_stdout_has_the_report_alone():
     assert done.stdout == "the report of 1\n"
     for line in ("a library", "a library in C", "a process", "a library at the end"):
         assert f"{line}\n" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["queue", "torch", "swift", "swift_vlpack"])
+def test_command_about_a_run_imports_nothing_from_the_current_folder(name, tmp_path):
+    """CLI-40: as `swift sft` does not, so that a plan is that of the ms-swift that trains."""
+    (tmp_path / f"{name}.py").touch()
+    python, flag, code, *argv = own_command(["plan"])
+    show = f"from importlib.util import find_spec; print(find_spec({name!r}).origin)"
+    shown = [python, flag, code.replace(_MAIN, show), *argv]
+    done = subprocess.run(shown, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout
+    assert str(tmp_path) not in done.stdout

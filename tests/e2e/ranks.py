@@ -52,6 +52,15 @@ class Processes:
                 raise AssertionError(f"it did not happen; exit code {self.process.poll()}:\n{self.output[-3000:]}")
             time.sleep(0.05)
 
+    def until_gone(self, timeout_seconds: float) -> None:
+        """Wait until no process of the run is left."""
+        deadline = time.monotonic() + timeout_seconds
+        while left := self._processes():
+            if time.monotonic() > deadline:
+                self.end()
+                raise AssertionError(f"left: {[pid for pid, _ in left]}")
+            time.sleep(0.1)
+
     def kill_rank(self, rank: int) -> None:
         """`kill -9` one rank; not its dataloader workers, whose environment is the same."""
         pids = [pid for pid, environ in self._processes() if environ.get("RANK") == str(rank)]

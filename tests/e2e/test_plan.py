@@ -49,7 +49,7 @@ def config(tiny_folder, tmp_path_factory):
 def run(*argv, cwd):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("VLPACK_", "MAX_PIXELS"))}
     done = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack", *map(str, argv)],
+        [Path(sys.executable).with_name("vlpack"), *map(str, argv)],
         cwd=cwd, capture_output=True, text=True, env=clean, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -81,6 +81,17 @@ def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
     trained = epoch_report(config.parent / "out")
     assert trained["num_packs"] == report["packs_per_epoch"] - report["packs_empty"]
     assert trained["num_tokens"] == report["num_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_plan_in_a_folder_with_modules_of_its_own_is_that_of_the_installed_ms_swift(config, tmp_path):
+    """CLI-40"""
+    (tmp_path / "swift").mkdir()
+    for name in ("queue.py", "swift/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('a file of the current folder')")
+    done = run("plan", "--config", config, "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["rows"] == 15
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.state import FILE
 from swift_vlpack.runlog.folder import find_run
 from swift_vlpack.runlog.report import run_report
-from tests.cli.test_inspect import looking_back
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train
@@ -78,6 +77,29 @@ def test_rank_that_is_killed_ends_the_run(killed):
     assert code != 0
     assert "Signal 9" in text or "SIGKILL" in text
     assert last_complete(output)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+@pytest.mark.parametrize("killed_one", ["rank", "worker"])
+def test_run_with_a_killed_process_ends_and_leaves_no_process_and_no_file(killed_one, small_folder, tmp_path):
+    """RANKS-19: with the host's own number of workers, and batches of texts that fill the pipe of a worker."""
+    rows = [text_row(f"question {n}", "word " * 600) for n in range(2000)]
+    dataset, before = write_jsonl(tmp_path / "texts.jsonl", rows), set(os.listdir("/dev/shm"))
+    flags = argv(
+        small_folder(FAMILY), FAMILY, tmp_path / "run", dataset=dataset, external_plugins=SMALL_VOCABULARY,
+        max_length=8192, packing_length=8192, max_steps=100000, dataloader_num_workers=1,
+        dataloader_persistent_workers="true",
+    )  # fmt: skip
+    run = Run(flags, tmp_path / "log.txt", record_packs="true", packing_verify="false")
+    try:
+        run.until(lambda: len(trained(tmp_path / "run")) > 6)
+        run.kill_rank(1) if killed_one == "rank" else run.kill_worker()
+        assert run.wait(60) != 0
+        run.until_gone(20)
+    finally:
+        run.end()
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.slow

@@ -4,8 +4,13 @@ import gc
 import logging
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from swift_vlpack.feed import transport
 from swift_vlpack.feed.collate import batch_of
 from swift_vlpack.feed.transport import AsBytes, Buffers, Written, anonymous_file, num_bytes_of
+from tests.marks import telling
 from tests.namespaces import why_no_namespace, with_shared_memory_of
 
 NUM = 24
@@ -162,6 +168,44 @@ def test_buffer_is_free_when_the_last_tensor_is_gone(buffer):
     assert a.tolist() == [0, 1, 2, 3]
     del a
     assert buffer.is_free
+
+
+UNREAD = """
+import os, time, torch
+from torch.utils.data import DataLoader
+from swift_vlpack.feed.collate import WorkerCollator
+
+class Texts(WorkerCollator):
+    def __init__(self):
+        pass
+    def sequence(self, pack):
+        return {"input_ids": torch.zeros(25_000, dtype=torch.int64)}  # inline, and more than a pipe holds
+
+if __name__ == "__main__":
+    loader = DataLoader([[n] for n in range(64)], collate_fn=Texts(), num_workers=2, prefetch_factor=4,
+                        multiprocessing_context="CONTEXT")
+    batches = iter(loader)
+    next(batches)
+    time.sleep(1)  # the pipe is full now
+    print(*(worker.pid for worker in batches._workers), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", *map(telling, ["spawn", "forkserver"])])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_the_process_that_reads_them(number, context, tmp_path):
+    """RANKS-19: although the last batches that they made are read by no one."""
+    (tmp_path / "unread.py").write_text(UNREAD.replace("CONTEXT", context))
+    with subprocess.Popen([sys.executable, tmp_path / "unread.py"], stdout=subprocess.PIPE, text=True) as run:
+        workers = [Path("/proc", pid) for pid in run.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(worker.exists() for worker in workers)
+        run.send_signal(number)
+    deadline = time.monotonic() + 20
+    while any(worker.exists() for worker in workers):
+        assert time.monotonic() < deadline, "a worker is left"
+        time.sleep(0.1)
 
 
 def test_small_batch_leaves_its_buffer_at_once():

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from swift_vlpack.comm import ALONE
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, StateMismatch
+from swift_vlpack.files import hold
 from swift_vlpack.host.ranks import RanksOfRun
 from swift_vlpack.host.same_on_ranks import (
     RanksDiffer,
@@ -273,3 +276,27 @@ def test_other_validation_rows_on_a_rank_are_a_difference():
             assert "do not agree on the validation rows: " in str(error)
     streams = [iter(rows), iter(rows[1:])]
     assert all(on_ranks(2, lambda comm: check_same_validation(streams[comm.rank], comm)))
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from swift_vlpack.files import hold
+hold(Path(sys.argv[1]), "trains into")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_second_run_in_an_output_folder_is_refused_and_a_killed_one_holds_nothing(small_folder, tmp_path, monkeypatch):
+    """RESUME-19: before a model is loaded."""
+    monkeypatch.setattr("swift_vlpack.files._SECONDS_TO_WAIT", 1.0)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [text_row()] * 4)
+    output = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", HOLDS, output], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"another process trains into {output}; wait for it, or name another"):
+            train(packed_argv(small_folder(FAMILY), FAMILY, output, dataset=rows))
+        other.kill()
+    hold(output, "trains into")
+    hold(output, "trains into")

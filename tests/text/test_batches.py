@@ -468,6 +468,28 @@ def test_a_state_of_something_else_is_refused_by_name(stream, tokenizer, tmp_pat
         stream(path).load_state_dict({**stream(path).state_dict(), "state": {"documents": 3}})
 
 
+@pytest.mark.parametrize("option", ["mask_boundary_loss", "train_on_eos"])
+def test_a_state_of_batches_with_other_labels_is_refused(stream, option):
+    """TEXT-26"""
+    one = FixedBatches(stream(corpus(2, 60)), batch_size=1)
+    next(one)
+    with pytest.raises(StateMismatch, match=option):
+        FixedBatches(stream(corpus(2, 60)), batch_size=1, **{option: False}).load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_pass_begins_anew_after_one_that_ended_and_goes_on_after_one_that_was_left(stream, prefetch):
+    """TEXT-37"""
+    batches = FixedBatches(stream(corpus(2, 60)), batch_size=2, prefetch=prefetch)
+    with batches:
+        first, counts = list(batches), batches.counts
+        assert first
+        assert same(list(batches), first)
+        assert batches.counts == counts
+        left = list(islice(batches, 1))
+        assert same([*left, *batches], first)
+
+
 def test_another_batch_size_goes_on_at_the_same_window(stream):
     """TEXT-26"""
     source = corpus(2, 60)

@@ -405,3 +405,12 @@ def test_numpy_batches_need_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.strip() == "[[0, 0, 1]]"
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+def test_tokens_that_a_mask_of_trl_leaves_out_have_no_label(tokenizer, name):
+    """TEXT-14"""
+    row = {"input_ids": [4, 5, 6, 7], name: [0, 0, 1, 1]}
+    assert PackedCollator(tokenizer)([row])["labels"].tolist() == [[-100, -100, 6, 7]]
+    with pytest.raises(DataError, match=f"{name} has 2 entries for 4 tokens"):
+        PackedCollator(tokenizer)([{**row, name: [0, 1]}])

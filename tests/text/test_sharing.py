@@ -9,6 +9,8 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
 from swift_vlpack.attention import attention
@@ -233,3 +235,22 @@ def test_a_long_line_takes_a_few_times_its_size(tmp_path):
     )
     assert int(done.stdout) < 8 * 20
     assert local_text(path).read() is not None
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_every_pass_of_a_loader_has_every_document(tokenizer, workers):
+    """TEXT-37: also where the loader keeps the batches, or its workers, from pass to pass."""
+    source = [f"w{number}" for number in range(40)]
+    loader = DataLoader(single(tokenizer, source), batch_size=None, collate_fn=lambda batch: batch, **workers)
+    passes = [numbers(loader) for _ in range(3)]
+    assert passes == [passes[0]] * 3
+    assert passes[0].total() == 40
+
+
+def test_source_that_is_split_by_node_already_is_refused_with_ranks(tokenizer):
+    """TEXT-31: two halves of a half would be read in silence."""
+    whole = Dataset.from_dict({"text": [f"w{number}" for number in range(40)]}).to_iterable_dataset(num_shards=4)
+    half = split_dataset_by_node(whole, rank=1, world_size=2)
+    with pytest.raises(ConfigError, match="node 1 of 2"):
+        single(tokenizer, half, rank=1, num_ranks=2)
+    assert numbers(single(tokenizer, half)).total() == 20

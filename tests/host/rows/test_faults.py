@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torchvision
+from qwen_vl_utils import vision_process
 
+from swift_vlpack.host.headers import pixel_free
 from swift_vlpack.reasons import REASONS
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import fault_of, is_lasting
@@ -16,6 +18,7 @@ from tests.data_rows import image_row, text_row
 from tests.images import noise, photo
 
 FAMILY = "qwen2_5_vl"
+PASTED = "the log says <|vision_start|><|image_pad|><|vision_end|>"
 
 
 def bomb(path):
@@ -89,6 +92,8 @@ def bad_rows(folder):
         (image_row([good, str(folder / "bad" / "text.jpg")]), "image_unreadable"),
         (text_row(answer="word " * 5000), "over_max_length"),
         ({"messages": "no list"}, "encode_failed"),
+        (text_row(PASTED), "media_tokens"),
+        (image_row([good], f"what is this? {PASTED}"), "media_tokens"),
     ]
 
 
@@ -109,6 +114,14 @@ def test_every_bad_row_has_its_reason_and_names_its_file(template, tmp_path):
             assert path in error.detail
 
 
+def test_image_of_which_nothing_is_left_has_one_reason_by_its_header_and_by_its_pixels(template, tmp_path, monkeypatch):
+    """LEN-11: at some limits of pixels one side is resized to less than a patch."""
+    monkeypatch.setattr(vision_process, "IMAGE_MAX_TOKEN_NUM", 64)
+    noise(1900, 28).save(tmp_path / "thin.png")
+    for one in (template, pixel_free(template)):
+        assert failure(one, image_row([str(tmp_path / "thin.png")])).reason == "aspect_ratio"
+
+
 def test_malformed_entries_are_shown(template, tmp_path):
     """LEN-11"""
     error = failure(template, {**text_row("<image>"), "images": [photo(tmp_path, "good"), None, 5]})
@@ -118,8 +131,6 @@ def test_malformed_entries_are_shown(template, tmp_path):
 @pytest.fixture
 def no_reader(monkeypatch):
     """As where neither decord nor torchcodec is installed, and torchvision has given reading up."""
-    from qwen_vl_utils import vision_process
-
     if hasattr(torchvision.io, "read_video"):
         pytest.skip("torchvision reads videos here")
     monkeypatch.setattr(vision_process, "FORCE_QWENVL_VIDEO_READER", "torchvision")
