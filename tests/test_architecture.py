@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_vlpack.gone import GONE
 from tests.parsed import nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
@@ -301,3 +302,19 @@ def test_every_clause_is_cited_by_a_test_and_exists():
     proved = clauses_cited(by_tests_that_can_fail=True)
     assert set(defined) - proved == set(), "clauses without a test that can fail"
     assert clauses_cited(by_tests_that_can_fail=False) - set(defined) == set(), "citations of no clause in specs/"
+
+
+def test_package_is_no_longer_than_its_spec_says():
+    """ARCH-14"""
+    most = re.search(r"The package has at most ([\d,]+) lines", (ROOT / "specs" / "ARCH.md").read_text())[1]
+    lines = sum(path.read_text().count("\n") for path in PACKAGE.rglob("*.py"))
+    assert lines <= int(most.replace(",", "")), "raise the number in specs/ARCH.md with the reason, or remove lines"
+
+
+def test_what_is_gone_is_in_the_changelog_and_the_table_of_what_was_given_up_is_short():
+    """ARCH-13"""
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert [written for written in GONE if written.removeprefix("vlpack ") not in changes] == []
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## What was given up")[2].partition("\n## ")[0]
+    assert 10 < sum(line.startswith("|") for line in table.splitlines()) <= 30
