@@ -13,8 +13,18 @@ from __future__ import annotations
 
 from swift_vlpack.errors import ConfigError
 
+_CHOOSE = "name a pack with --pack N (`vlpack inspect` says which is the longest and which the emptiest)"
+_SPIKES = "find the step in the loss of ms-swift's log or TensorBoard, and give --step N"
+_CLEAR = "`vlpack cache clear` removes all that is remembered"
 GONE = {
     "packing_share_min": "rows share media alone; leave it out",
+    "vlpack completion": "the options are in `vlpack sft --help` and, for editors, in `vlpack schema`",
+    "vlpack inspect --random": _CHOOSE,
+    "vlpack inspect --longest": _CHOOSE,
+    "vlpack inspect --emptiest": _CHOOSE,
+    "vlpack inspect --loss_spikes": _SPIKES,
+    "vlpack inspect --loss-spikes": _SPIKES,
+    **{f"vlpack cache {flag}": _CLEAR for flag in ("--source", "--template", "--model_type", "--older-than")},
 }
 
 
