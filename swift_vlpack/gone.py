@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from swift_vlpack.errors import ConfigError
 
+_CHOOSE = "name a pack with --pack N (`vlpack inspect` says which is the longest and which the emptiest)"
+_SPIKES = "find the step in the loss of ms-swift's log or TensorBoard, and give --step N"
+_CLEAR = "`vlpack cache clear` removes all that is remembered"
 GONE = {
     "vlpack export --context_parallel_size": "lengths are written as ms-swift writes them; leave it out",
     "vlpack export --pad_samples_to": "lengths are written as ms-swift writes them; leave it out",
@@ -22,6 +25,13 @@ GONE = {
     "packing_strategy=window": "packing_overflow=split with packing_strategy=exact fills packs as well, and "
     "swift_vlpack.text lays documents end to end",
     "vlpack schema --stream": "a stream of text is made in Python, by TextStream and FixedBatches of swift_vlpack.text",
+    "vlpack completion": "the options are in `vlpack sft --help` and, for editors, in `vlpack schema`",
+    "vlpack inspect --random": _CHOOSE,
+    "vlpack inspect --longest": _CHOOSE,
+    "vlpack inspect --emptiest": _CHOOSE,
+    "vlpack inspect --loss_spikes": _SPIKES,
+    "vlpack inspect --loss-spikes": _SPIKES,
+    **{f"vlpack cache {flag}": _CLEAR for flag in ("--source", "--template", "--model_type", "--older-than")},
 }
 
 

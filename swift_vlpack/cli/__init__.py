@@ -47,7 +47,6 @@ COMMANDS = {
     "cache": "cache",
     "configs": "configs",
     "schema": "schema",
-    "completion": "completion",
     "plugin-path": "plugin_path",
 }
 """The module of each command, in the order of the help."""

@@ -19,9 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.bench_report import advice_on, alone_per_second, bench_text, limit_of, speed_of, start_of
+from swift_vlpack.cli.bench_report import (
+    advice_on,
+    alone_per_second,
+    bench_text,
+    limit_of,
+    num_cores,
+    speed_of,
+    start_of,
+)
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
-from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.cli.in_run import end_by_signal, in_run, own_command, run_named
 from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, VLPackError

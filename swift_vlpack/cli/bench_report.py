@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +48,15 @@ def speed_of(measurements: Sequence[Mapping[str, float]]) -> Speed | None:
     return Speed(
         round(middle, 1), round(samples, 2), round(seconds, 4), round((high - low) / middle, 3), len(measurements)
     )
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use: a container may have fewer than its machine."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no such limit here, or `max`
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        usable = min(usable, max(1, round(quota / period)))
+    return usable
 
 
 def alone_per_second(measurements: Sequence[Mapping[str, float]]) -> float:

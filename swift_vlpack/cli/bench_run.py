@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, Laps, StepTimer, loader_speed, memory, say
-from swift_vlpack.cli.environment import num_cores
+from swift_vlpack.cli.bench_report import num_cores
 from swift_vlpack.config import SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.feed.choose_attention import choose_attention

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,15 @@ from swift_vlpack.lengths.cache_folder import Remembered, lengths_folder, rememb
 from swift_vlpack.words import counted
 
 SECONDS_A_DAY = 86400
-_FILTERS = ("source", "template", "model_type")
+_NAMES = ("source", "template", "model_type")
 _COLUMNS = ("rows", "size", "last used", "source", "template", "model type")
 _IS_RIGHT = (True, True, True, False, False, False)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|clear", prog="vlpack cache")
-    for name, text in (("list", "show what is remembered"), ("clear", "remove it, or a part of it")):
+    for name, text in (("list", "show what is remembered"), ("clear", "remove it")):
         action = actions.add_parser(name, allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        for what in _FILTERS:
-            action.add_argument(
-                f"--{what}", metavar="PATTERN", help=f"only where the {what.replace('_', ' ')} is this; * and ? work"
-            )
-        action.add_argument(
-            "--older-than", type=float, metavar="DAYS", help="only what was not used for this many days"
-        )
         action.add_argument(
             "--packing_cache_dir",
             metavar="FOLDER",
@@ -51,29 +43,15 @@ def _run(args: argparse.Namespace) -> int:
     flags = {"packing_cache_dir": args.packing_cache_dir} if args.packing_cache_dir else None
     folder = lengths_folder(chosen_options(os.environ, flags=flags).get("packing_cache_dir"), os.environ)
     groups = remembered_in(folder)
-    wanted = [group for group in groups if _is_wanted(group, args)]
-    # All sources use the shared files, so they are cleared only with the last source.
-    shared = shared_files(folder) if len(wanted) == len(groups) else []
-    is_filtered = any(getattr(args, name) is not None for name in (*_FILTERS, "older_than"))
-    report = cache_report(folder, wanted, shared, is_filtered=is_filtered)
+    shared = shared_files(folder)
+    report = cache_report(folder, groups, shared)
     if args.action == "list":
         print(json.dumps(report) if args.json else cache_text(report))
         return 0
-    return _clear(report, [*(path for group in wanted for path in group.files), *shared], is_sure=args.yes)
+    return _clear(report, [*(path for group in groups for path in group.files), *shared], is_sure=args.yes)
 
 
-def _is_wanted(group: Remembered, args: argparse.Namespace) -> bool:
-    about = group.about
-    names = (group.source, about.template if about else "", about.model_type if about else "")
-    patterns = (getattr(args, name) for name in _FILTERS)
-    is_named = all(pattern is None or fnmatchcase(name, pattern) for name, pattern in zip(names, patterns, strict=True))
-    is_old = args.older_than is None or time.time() - group.used >= args.older_than * SECONDS_A_DAY
-    return is_named and is_old
-
-
-def cache_report(
-    folder: Path, groups: Sequence[Remembered], shared: Sequence[Path], *, is_filtered: bool = False
-) -> dict[str, Any]:
+def cache_report(folder: Path, groups: Sequence[Remembered], shared: Sequence[Path]) -> dict[str, Any]:
     """Return the report for `--json`: an entry for each source under one template, and the sum of all sizes."""
     now = time.time()
     entries = [
@@ -93,7 +71,6 @@ def cache_report(
     num_bytes = sum(group.num_bytes for group in groups) + sum(path.stat().st_size for path in shared)
     return {
         "folder": str(folder),
-        "is_filtered": is_filtered,
         "bytes": num_bytes,
         "entries": entries,
         "shared_files": [path.name for path in shared],
@@ -121,7 +98,7 @@ def cache_text(report: Mapping[str, Any]) -> str:
     """Write the report for a reader: a table with a line for each entry, and the sum."""
     entries = report["entries"]
     if not entries:
-        return f"{report['folder']}: no cached lengths{' match the filter' if report['is_filtered'] else ''}"
+        return f"{report['folder']}: no cached lengths"
     rows = [list(_COLUMNS), *map(_row, entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     files = sum(len(entry["files"]) for entry in entries) + len(report["shared_files"])
@@ -131,7 +108,7 @@ def cache_text(report: Mapping[str, Any]) -> str:
 
 def _row(entry: Mapping[str, Any]) -> list[str]:
     numbers = [f"{entry['rows']:,}", size(entry["bytes"]), ago(entry["seconds_since_used"])]
-    return [*numbers, *(str(entry[name] or "?") for name in _FILTERS)]
+    return [*numbers, *(str(entry[name] or "?") for name in _NAMES)]
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -153,9 +130,8 @@ CACHE = Command(
     name="cache",
     text="list or clear the lengths that are remembered from run to run",
     usage=(
-        "vlpack cache list [--source PATTERN] [--template PATTERN] [--model_type PATTERN] [--older-than DAYS]\n"
-        "                         [--packing_cache_dir FOLDER] [--json]\n"
-        "       vlpack cache clear [the same] [--yes]"
+        "vlpack cache list [--packing_cache_dir FOLDER] [--json]\n"
+        "       vlpack cache clear [--packing_cache_dir FOLDER] [--yes]"
     ),
     description=(
         "List or clear the remembered lengths of rows (packing_cache_dir): rows, size, when they were last used, of "

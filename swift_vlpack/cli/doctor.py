@@ -1,28 +1,45 @@
-"""`vlpack doctor`: check the environment, and report what would stop training and how to fix it."""
+"""`vlpack doctor`: check versions and whether packing works with this ms-swift; say what to install.
+
+To import torch and ms-swift takes seconds, and a broken installation can crash the process. So `imported` does it in a
+child process: `python -m swift_vlpack.cli.doctor` prints one JSON object. Everything else needs Python alone.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import re
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from swift_vlpack import __version__
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.environment import imported, machine, packages
-from swift_vlpack.cli.lines import GB, labelled, listed, size
-from swift_vlpack.config import chosen_options
-from swift_vlpack.lengths.cache_folder import lengths_folder
-from swift_vlpack.words import INSTALL, counted
+from swift_vlpack.cli.lines import labelled, listed
+from swift_vlpack.errors import VLPackError
+from swift_vlpack.words import INSTALL
 
-STOP, WARN, NOTE = "stop", "warn", "note"
-"""Levels of advice: training would stop; training may fail or be slow; good to know."""
-ENOUGH_SHARED = 2 * GB
-"""Shared memory that is enough: a batch with a few large images has about 50 MB, and each worker holds two."""
-ENOUGH_FILES = 4096
-LEAST_DISK = GB
+OURS = "swift-vlpack"
+OPTIONAL = {
+    "flash-attn": "--attn_impl flash_attn; packing needs it for nothing else",
+    "liger-kernel": "--use_liger_kernel true",
+    "decord": "reading videos",
+    "torchcodec": "reading videos",
+    "deepspeed": "--deepspeed",
+    "bitsandbytes": "--quant_method bnb",
+    "flash-linear-attention": "quick linear attention, as of Qwen3.5 and Qwen3-Next",
+    "causal-conv1d": "quick linear attention, as of Qwen3.5 and Qwen3-Next",
+    "tensorboard": "--report_to tensorboard",
+    "wandb": "--report_to wandb",
+}
+"""Packages that training can do without, and what needs them."""
+STOP, NOTE = "stop", "note"
+"""Levels of advice: training would stop; good to know."""
+IMPORTER = "swift_vlpack.cli.doctor"
+_NAME = re.compile(r"[\w.-]+")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,22 +47,120 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    report = doctor_report()
-    print(json.dumps(report) if args.json else doctor_text(report))
-    return int(any(advice["level"] == STOP for advice in report["advice"]))
-
-
-def doctor_report() -> dict[str, Any]:
-    """Collect the facts about versions, imports and the machine. Returns them with the advice that follows."""
-    cache = lengths_folder(chosen_options(os.environ).get("packing_cache_dir"), os.environ)
-    facts = {
+    report: dict[str, Any] = {
         "version": __version__,
         "python": list(sys.version_info[:3]),
         "packages": packages(),
         "imported": imported(),
-        "machine": machine(cache),
     }
-    return {**facts, "advice": [advice._asdict() for advice in advice_on(facts)]}
+    report["advice"] = [advice._asdict() for advice in advice_on(report)]
+    print(json.dumps(report) if args.json else doctor_text(report))
+    return int(any(advice["level"] == STOP for advice in report["advice"]))
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def packages() -> dict[str, Any]:
+    """Return every required package with its version, range and whether it fits, and every optional one."""
+    required = {
+        name: {"version": (version := version_of(name)), "wanted": wanted, "fits": fits(version, wanted)}
+        for name, wanted in requirements().items()
+    }
+    optional = {name: {"version": version_of(name), "use": use} for name, use in OPTIONAL.items()}
+    return {"required": required, "optional": optional}
+
+
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements() -> dict[str, str]:
+    """Return the range of versions of every package that an install brings; empty if this copy was not installed."""
+    try:
+        return ranges(metadata.requires(OURS) or [])
+    except metadata.PackageNotFoundError:
+        return {}
+
+
+def ranges(lines: Iterable[str]) -> dict[str, str]:
+    """Split requirements as metadata writes them into name and range; leave out what an extra adds.
+
+    >>> ranges(["ms-swift<4.7,>=4.5.3", "torchvision", "pytest>=8; extra == 'test'"])
+    {'ms-swift': '<4.7,>=4.5.3', 'torchvision': ''}
+    """
+    found = {}
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        if "extra ==" not in marker and (name := _NAME.match(requirement)):
+            found[name[0]] = requirement[name.end() :].strip()
+    return found
+
+
+def fits(version: str | None, wanted: str) -> bool | None:
+    """Tell whether a version is in a range; None if `packaging`, which knows the rules, is not installed.
+
+    >>> fits("4.6.0", ">=4.5.3,<4.7"), fits("4.7.0", ">=4.5.3,<4.7"), fits(None, ""), fits("2.15.0+cpu", ">=2.4")
+    (True, False, False, True)
+    >>> fits("1.30", "~=1.26"), fits("2.0", "~=1.26")
+    (True, False)
+    """
+    if version is None:
+        return False
+    try:
+        # Not at the top: `vlpack doctor` has to answer where nothing but numpy is installed.
+        from packaging.specifiers import SpecifierSet
+    except ModuleNotFoundError:
+        return None
+    # A nightly build of a later version is in the range: its user knows that it is one.
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
+
+
+def imported() -> dict[str, Any]:
+    """Import torch and ms-swift in another process. Returns the version of torch, and what failed."""
+    if find_spec("torch") is None:
+        return {}
+    print("importing torch and ms-swift, which takes a while ...", file=sys.stderr)
+    done = subprocess.run([sys.executable, "-m", IMPORTER], capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return {"torch_problem": f"the process that imported it ended with code {done.returncode}: {last}"}
+    return found
+
+
+def import_here() -> dict[str, Any]:
+    """Import torch and ms-swift in this process. Returns what was found; a failed import is a text in the result."""
+    try:
+        import torch
+    except Exception as error:  # whatever a broken installation raises
+        return {"torch_problem": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return {"torch": torch.__version__, **_seam()}
+
+
+def _seam() -> dict[str, Any]:
+    try:
+        from swift_vlpack.host.seam import SEAM, check_seam
+
+        check_seam()
+    except ModuleNotFoundError as error:
+        return {} if error.name == "swift" else {"swift_problem": str(error)}
+    except VLPackError as error:
+        return {"swift_problem": str(error)}
+    except Exception as error:  # of an import of ms-swift
+        return {"swift_problem": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return {"seam": len(SEAM), "swift_problem": None}
+
+
+# -- advice -----------------------------------------------------------------------------------------------------------
 
 
 class Advice(NamedTuple):
@@ -57,9 +172,8 @@ class Advice(NamedTuple):
 
 def advice_on(facts: Mapping[str, Any]) -> list[Advice]:
     """Return the advice that follows from the facts, most severe first."""
-    order = {STOP: 0, WARN: 1, NOTE: 2}
-    found = (*_on_packages(facts), *_on_imports(facts), *_on_devices(facts), *_on_machine(facts))
-    return sorted(found, key=lambda one: order[one.level])
+    found = (*_on_packages(facts), *_on_imports(facts["imported"]))
+    return sorted(found, key=lambda one: (STOP, NOTE).index(one.level))
 
 
 def _on_packages(facts: Mapping[str, Any]) -> Iterator[Advice]:
@@ -77,62 +191,18 @@ def _on_packages(facts: Mapping[str, Any]) -> Iterator[Advice]:
         yield Advice(NOTE, "videos cannot be read; `pip install decord` or `pip install torchcodec`, if you have some")
 
 
-def _on_imports(facts: Mapping[str, Any]) -> Iterator[Advice]:
-    found = facts["imported"]
+def _on_imports(found: Mapping[str, Any]) -> Iterator[Advice]:
     if found.get("torch_problem"):
         yield Advice(STOP, f"torch cannot be imported: {found['torch_problem']}")
     if found.get("swift_problem"):
         yield Advice(STOP, f"ms-swift does not work with packing here: {found['swift_problem']}")
 
 
-def _on_devices(facts: Mapping[str, Any]) -> Iterator[Advice]:
-    found = facts["imported"]
-    if "torch" not in found or found["devices"]:
-        return
-    if found["cuda"]:
-        yield Advice(
-            WARN,
-            f"torch is built for CUDA {found['cuda']} and sees no GPU: look at `nvidia-smi`, the driver and "
-            "CUDA_VISIBLE_DEVICES; in a container, start it with its GPUs (`--gpus all`)",
-        )
-    else:
-        yield Advice(NOTE, "no GPU, and torch is built without one: this trains on the processor, which is slow")
-
-
-def _on_machine(facts: Mapping[str, Any]) -> Iterator[Advice]:
-    machine = facts["machine"]
-    shared = machine["shared_memory"]
-    if shared is not None and shared["free"] < ENOUGH_SHARED:
-        yield Advice(
-            WARN,
-            f"/dev/shm has {size(shared['free'])} free: batches do not need it, but NCCL joins the GPUs of a machine "
-            "through it, and so do dataloaders of torch; give the container more (`docker run --shm-size=16g` or "
-            "`--ipc=host`)",
-        )
-    files = machine["open_files"]["soft"]
-    if files is not None and files < ENOUGH_FILES:
-        yield Advice(
-            WARN,
-            f"a process may open {files} files; with many dataloader workers that can be too few (`Too many open "
-            f"files`): `ulimit -n {min(65536, machine['open_files']['hard'] or 65536)}` before the run",
-        )
-    if not machine["is_cache_writable"]:
-        yield Advice(
-            WARN,
-            f"{machine['cache']['folder']} cannot be written: lengths are measured again at every start; name another "
-            "folder with packing_cache_dir",
-        )
-    disk = machine["cache"]["disk"]
-    if disk is not None and disk["free"] < LEAST_DISK:
-        yield Advice(WARN, f"the disk of {machine['cache']['folder']} has {size(disk['free'])} left; make room there")
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 def doctor_text(report: Mapping[str, Any]) -> str:
     """Write the report for a reader."""
-    return labelled([*_about_packages(report), *_about_machine(report), *_about_advice(report["advice"])], width=13)
-
-
-def _about_packages(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     required, optional = report["packages"]["required"], report["packages"]["optional"]
     found = report["imported"]
     swift = required.get("ms-swift", {"version": None, "wanted": "", "fits": False})
@@ -146,46 +216,33 @@ def _about_packages(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     others = [f"{name} {package['version'] or '-'}" for name, package in required.items() if name != "ms-swift"]
     installed = [f"{name} {package['version']}" for name, package in optional.items() if package["version"]]
     missing = [f"{name} ({package['use']})" for name, package in optional.items() if not package["version"]]
-    return [
+    lines = [
         ("swift-vlpack", f"{report['version']}, python {'.'.join(map(str, report['python']))}"),
         ("ms-swift", about_swift),
         ("packages", ", ".join(others) or "required packages are not known: this copy was not installed"),
         ("optional", ", ".join(installed) or "none"),
         *listed("missing", missing or ["none"]),
+        *listed("advice", [_said(one) for one in report["advice"]] or ["none: nothing is in the way of training"]),
     ]
+    return labelled(lines, width=13)
 
 
-def _about_machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    machine, found = report["machine"], report["imported"]
-    cache, shared, files = machine["cache"], machine["shared_memory"], machine["open_files"]
-    devices = [f"{device['name']}, {size(device['memory'])}" for device in found.get("devices", ())]
-    memory = "unknown" if machine["memory"] is None else size(machine["memory"])
-    free = f", {size(cache['disk']['free'])} free on the disk" if cache["disk"] else ""
-    cuda = f"{found['cuda'] or 'torch is built without it'}" if "torch" in found else "unknown: no torch"
-    return [
-        ("devices", "; ".join(devices) or ("none but the processor" if "torch" in found else "unknown: no torch")),
-        ("cuda", cuda),
-        ("processor", f"{counted(machine['cores'], 'core')}, {memory} of memory"),
-        ("/dev/shm", "unknown" if shared is None else f"{size(shared['free'])} free of {size(shared['total'])}"),
-        ("open files", f"{files['soft'] or 'unlimited'} a process (at most {files['hard'] or 'unlimited'})"),
-        ("cache", f"{cache['folder']}: {counted(cache['num_files'], 'file')}, {size(cache['bytes'])}{free}"),
-    ]
-
-
-def _about_advice(advice: list[Mapping[str, str]]) -> list[tuple[str, str]]:
-    texts = [f"{one['level'].upper() if one['level'] == STOP else one['level']}: {one['text']}" for one in advice]
-    return listed("advice", texts or ["none: nothing is in the way of training"])
+def _said(advice: Mapping[str, str]) -> str:
+    level = advice["level"].upper() if advice["level"] == STOP else advice["level"]
+    return f"{level}: {advice['text']}"
 
 
 DOCTOR = Command(
     name="doctor",
-    text="look at versions, packages, devices, memory and limits, and say what is in the way",
+    text="look at versions and packages, and say what is in the way",
     usage="vlpack doctor [--json]",
     description=(
         "Look at what training needs: versions and whether packing works with this ms-swift, what is installed and "
-        "what is missing, devices, memory, shared memory, open files, the cache of lengths; with advice. Exit code 0, "
-        "or 1 if something would stop training. Works without ms-swift, too."
+        "what is missing; with advice. Exit code 0, or 1 if something would stop training. Works without ms-swift, too."
     ),
     add_flags=_add_flags,
     run=_run,
 )
+
+if __name__ == "__main__":
+    print(json.dumps(import_here()))

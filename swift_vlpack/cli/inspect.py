@@ -17,11 +17,11 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
-from swift_vlpack.cli.trained_steps import TrainedSteps
+from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.json_lines import with_numbers
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from swift_vlpack.cli.inspect_run import InspectRequest, InspectResult
 
 _WIDTH_OF_FILES = 120
-_NUM_SPIKES = 5
 _NUM_EXAMPLES = 5
-_WHAT = ("pack", "step", "sample", "longest", "emptiest", "random", "examples", "loss_spikes")
+_WHAT = ("pack", "step", "sample", "examples")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,21 +61,8 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--step", type=int, metavar="N", help="the packs of optimizer step N, counted from 1 as in the log"
     )
     what.add_argument("--sample", metavar="SOURCE:ROW", help="the packs that have this row, named as in every report")
-    what.add_argument("--longest", action="store_true", help="the pack of the most tokens")
-    what.add_argument("--emptiest", action="store_true", help="the pack of the fewest tokens")
-    what.add_argument("--random", type=int, metavar="K", help="K packs at random, the same ones for the same --seed")
     what.add_argument("--examples", type=int, metavar="K", help="the first K rows by themselves, with their counts")
-    what.add_argument(
-        "--loss_spikes",
-        "--loss-spikes",
-        type=int,
-        nargs="?",
-        const=_NUM_SPIKES,
-        metavar="K",
-        help=f"of a --run: the rows of the K largest jumps of the loss in its log (default K: {_NUM_SPIKES})",
-    )
     what.add_argument("--epoch", type=int, metavar="E", help="the epoch that packs are of, counted from 0 (default: 0)")
-    what.add_argument("--seed", type=int, metavar="S", help="seed of --random, and of the run (default: the run's)")
     form = parser.add_argument_group("how to show it")
     form.add_argument(
         "--json", action="store_true", help="one JSON object, with ids, labels and positions of every token"
@@ -97,8 +83,6 @@ def _run(args: argparse.Namespace) -> int:
     _check(args)
     if args.run is not None:
         return _inspect_trained(args)
-    if args.seed is not None and (args.config is None or args.random is None):  # then it is the run's own
-        args.flags = [*args.flags, "--seed", str(args.seed)]
     width, is_colourful = _terminal()  # ask now: `in_run` redirects stdout, which is no terminal then
     with in_run(args) as (launch, out):
         from swift_vlpack.cli.inspect_run import InspectRequest, look
@@ -144,33 +128,29 @@ def inspect_text(result: InspectResult, width: int, *, is_colourful: bool) -> It
 
 
 def _inspect_trained(args: argparse.Namespace) -> int:
-    """Show steps of a run that was trained."""
+    """Show a step of a run that was trained."""
     from swift_vlpack.pages.terminal import printed, step_parts
 
-    trained = TrainedSteps(find_run(args.run).path)
-    steps = [trained.step(args.step)] if args.step is not None else trained.spikes(args.loss_spikes)
+    step = trained_step(find_run(args.run).path, args.step)
     if args.json:
-        print(json.dumps(with_numbers({"steps": [step.as_json() for step in steps]}), allow_nan=False))
+        print(json.dumps(with_numbers({"steps": [step.as_json()]}), allow_nan=False))
         return 0
     width, is_colourful = _terminal()
-    for step in steps:
-        print(printed(step_parts(step), width=width, is_colourful=is_colourful), end="")
+    print(printed(step_parts(step), width=width, is_colourful=is_colourful), end="")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    given = [f"--{name.replace('loss_spikes', 'loss-spikes')}" for name in _WHAT if _is_given(getattr(args, name))]
+    given = _given(args, *_WHAT)
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are different things to look at; give one of them")
-    if args.loss_spikes is not None and args.run is None:
-        raise ConfigError("--loss-spikes reads the log of a run that was trained; name its output_dir with --run")
-    if args.run is not None and args.step is None and args.loss_spikes is None:
-        raise ConfigError("--run shows the rows of steps: give --step N or --loss-spikes; packs are those of --config")
+    if args.run is not None and args.step is None:
+        raise ConfigError("--run shows the rows of a step: give --step N; packs are those of --config")
     if args.run is not None and args.html is not None:
         raise ConfigError("--html is a page of packs, which --run has not; give --config")
-    if args.epoch is not None and (args.step is not None or args.loss_spikes is not None):
+    if args.epoch is not None and args.step is not None:
         raise ConfigError("--epoch: a step is of the epoch that it is in; steps are counted through the whole run")
-    for name, least in (("random", 1), ("examples", 1), ("loss_spikes", 1), ("step", 1), ("pack", 0), ("epoch", 0)):
+    for name, least in (("examples", 1), ("step", 1), ("pack", 0), ("epoch", 0)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}")
     if args.html is not None:
@@ -181,8 +161,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--html_mb must be above 0, got {args.html_mb}")
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False
+def _given(args: argparse.Namespace, *names: str) -> list[str]:
+    return [f"--{name}" for name in names if getattr(args, name) is not None]
 
 
 def _terminal() -> tuple[int, bool]:
@@ -210,8 +190,7 @@ def _inspect_blocks(args: argparse.Namespace) -> int:
     dataset, unknown = args.flags[at + 1 : at + 2], [*args.flags[:at], *args.flags[at + 2 :]]
     if unknown or not dataset:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "--dataset needs a folder")
-    others = [f"--{name.replace('_', '-')}" for name in (*_WHAT, "html") if _is_given(getattr(args, name))]
-    if set(others) - {"--examples"}:
+    if others := _given(args, *(name for name in (*_WHAT, "html") if name != "examples")):
         raise ConfigError(f"{', '.join(others)}: of a run; a data set of blocks is shown with --examples and --json")
     num_examples = _NUM_EXAMPLES if args.examples is None else args.examples
     if num_examples < 1:
@@ -234,9 +213,9 @@ INSPECT = Command(
     text="look at packs, and find the rows of a step",
     usage=(
         "vlpack inspect [sft|pt] [--config CONFIG.yaml] [any option of swift sft] [--num_ranks N]\n"
-        "                      [--pack N | --step N | --sample SOURCE:ROW | --longest | --emptiest |\n"
-        "                       --random K | --examples K] [--epoch E] [--json | --html FILE]\n"
-        "       vlpack inspect --run OUTPUT_DIR --step N | --loss-spikes [K] [--json]\n"
+        "                      [--pack N | --step N | --sample SOURCE:ROW | --examples K] [--epoch E]\n"
+        "                      [--json | --html FILE]\n"
+        "       vlpack inspect --run OUTPUT_DIR --step N [--json]\n"
         "       vlpack inspect --dataset SAVED_BLOCKS [--tokenizer NAME] [--examples K] [--json]"
     ),
     description=(

@@ -1,15 +1,13 @@
 """Choose packs of a run, read them as training does, and make them readable.
 
-`PackFilter` chooses packs of an epoch, `PackViewer` shows them. Packs come from the run's own feed and collator, so the
-tensors are those that training gets.
+`packs_of_sample` finds the packs that have a row, `PackViewer` shows packs. They come from the run's own feed and
+collator, so the tensors are those that training gets.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -35,49 +33,7 @@ EVERY_ANSWER = "default"
 """ms-swift's loss_scale that trains every answer, whole."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackFilter:
-    """Choose packs of an epoch by one of these fields; an empty filter chooses all packs."""
-
-    pack: int | None = None
-    sample: str | None = None
-    longest: bool = False
-    emptiest: bool = False
-    random: int | None = None
-    seed: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether no field is set."""
-        return self.pack is None and not self.needs_plan
-
-    @property
-    def needs_plan(self) -> bool:
-        """Tell whether choosing takes the plan of a whole epoch, which a stream does not have."""
-        return self.sample is not None or self.longest or self.emptiest or self.random is not None
-
-    def numbers(self, plan: EpochPlan, dataset: FusionCaptionDataset) -> list[int]:
-        """Return the numbers of the chosen packs, in the order of the epoch."""
-        if self.pack is not None:
-            if self.pack >= len(plan):
-                raise ConfigError(
-                    f"--pack {self.pack}: epoch {plan.epoch} has {counted(len(plan), 'pack')}; name one from 0 to "
-                    f"{len(plan) - 1}"
-                )
-            return [self.pack]
-        if self.sample is not None:
-            return _packs_of_sample(plan, dataset, self.sample)
-        tokens = plan.packs.num_tokens_per_pack
-        if self.longest:
-            return [int(tokens.argmax())]
-        if self.emptiest:  # skip packs without a sample: they only complete a step, and have nothing to show
-            return [int(np.where(tokens > 0, tokens, np.iinfo(np.int64).max).argmin())]
-        if self.random is not None:
-            return sorted(random.Random(self.seed).sample(range(len(plan)), min(self.random, len(plan))))
-        return list(range(len(plan)))
-
-
-def _packs_of_sample(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> list[int]:
+def packs_of_sample(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> list[int]:
     """Return the packs that hold the row `source:row`. Raises `ConfigError` if no pack of the epoch holds it."""
     positions = _positions_of(plan, dataset, name)
     places = np.flatnonzero(np.isin(plan.packs.members, positions))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.cli.inspect_packs import PackFilter, PackViewer
+from swift_vlpack.cli.inspect_packs import PackViewer, packs_of_sample
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import address_of
@@ -35,7 +35,8 @@ NUM_ON_PAGE = 20
 class InspectRequest:
     """The flags of `vlpack inspect` that choose what to show. Fields are named like the flags."""
 
-    packs: PackFilter = field(default_factory=PackFilter)
+    pack: int | None = None
+    sample: str | None = None
     epoch: int | None = None
     step: int | None = None
     examples: int | None = None
@@ -45,10 +46,7 @@ class InspectRequest:
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> InspectRequest:
         """Make a request of the parsed flags, and ignore all other flags."""
-        given = {name: value for name, value in flags.items() if value is not None}
-        chosen, own = ({one.name: given[one.name] for one in fields(kind) if one.name in given}
-                       for kind in (PackFilter, cls))  # fmt: skip
-        return cls(**own, packs=PackFilter(**chosen))
+        return cls(**{one.name: flags[one.name] for one in fields(cls) if one.name in flags})
 
 
 @dataclass(kw_only=True)
@@ -108,16 +106,29 @@ class _PlannedRun:
             addresses = (address for number in range(len(plan)) for address in address_of(plan, number).samples)
             first = heapq.nsmallest(request.examples, addresses, key=self._place_in_files)
             return InspectResult(examples=map(self._viewer.sample_at, first))
-        numbers = request.packs.numbers(plan, self._feed.dataset)
+        numbers = self._numbers(plan, request)
 
         def place_of(number: int) -> Place:
             rank, nth = number % plan.num_ranks, number // plan.num_ranks
             return Place(len(plan), rank, first_step + 1 + plan.step_of_batch(nth, self._accumulation))
 
-        shown = numbers if request.html or not request.packs.is_empty else numbers[:1]
-        packs = self._viewer.packs(shown, place_of, plan)
-        overview = overview_of(plan) if request.packs.is_empty else None
-        return InspectResult(overview=overview, packs=packs, num_packs=len(numbers))
+        if request.pack is not None or request.sample is not None:
+            return InspectResult(packs=self._viewer.packs(numbers, place_of, plan), num_packs=len(numbers))
+        packs = self._viewer.packs(numbers if request.html else numbers[:1], place_of, plan)
+        return InspectResult(overview=overview_of(plan), packs=packs, num_packs=len(numbers))
+
+    def _numbers(self, plan: EpochPlan, request: InspectRequest) -> Sequence[int]:
+        """Return the numbers of the packs that are asked for; all if none is."""
+        if request.sample is not None:
+            return packs_of_sample(plan, self._feed.dataset, request.sample)
+        if request.pack is None:
+            return range(len(plan))
+        if request.pack >= len(plan):
+            raise ConfigError(
+                f"--pack {request.pack}: epoch {plan.epoch} has {counted(len(plan), 'pack')}; name one from 0 to "
+                f"{len(plan) - 1}"
+            )
+        return [request.pack]
 
     def _step(self, step: int) -> InspectResult:
         """Find the packs of a step, counted from 1, rank by rank."""
@@ -151,7 +162,7 @@ class _PlannedRun:
         )
 
     def _plan(self, epoch: int) -> EpochPlan:
-        plan = self._feed.plan_of(epoch, (), self._feed.num_ranks)
+        plan = self._feed.plan_of(epoch)
         assert plan is not None
         return plan
 
@@ -166,19 +177,19 @@ class _PlannedRun:
 
 def _first_packs(run: Run, feed: Feed, request: InspectRequest) -> InspectResult:
     """Find the first packs of the first rank; anything else would need a plan."""
-    if request.packs.needs_plan or request.epoch:
+    if request.sample is not None or request.epoch:
         raise ConfigError(
-            "packs of a stream (or packing_mode=buffer) are made as rows come, so --sample, --longest, --emptiest, "
-            "--random and --epoch cannot be answered ahead of time; --pack N and --step N read the first packs of rank "
-            "0, --examples K the first rows, and --run OUTPUT_DIR --step N shows what was trained"
+            "packs of a stream (or packing_mode=buffer) are made as rows come, so --sample and --epoch cannot be "
+            "answered ahead of time; --pack N and --step N read the first packs of rank 0, --examples K the first "
+            "rows, and --run OUTPUT_DIR --step N shows what was trained"
         )
     viewer = PackViewer(run, feed)
     if request.examples is not None:
         return InspectResult(examples=viewer.first_samples(request.examples))
     accumulation = run.args.training_args.gradient_accumulation_steps
     numbers = range(NUM_ON_PAGE if request.html else 1)
-    if request.packs.pack is not None:
-        numbers = range(request.packs.pack, request.packs.pack + 1)
+    if request.pack is not None:
+        numbers = range(request.pack, request.pack + 1)
     elif request.step is not None:
         numbers = range((request.step - 1) * accumulation, request.step * accumulation)
     packs = list(viewer.packs(numbers, lambda number: Place(step=1 + number // accumulation)))

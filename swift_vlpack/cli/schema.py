@@ -1,7 +1,8 @@
 """`vlpack schema`: write JSON schemas, with which editors complete and check training files.
 
-There are two: for a training file, and for its `fusion_config`. They are generated from the fields, docstrings and
-sources of the code that reads these files, so no schema can fall behind.
+There are two: for a training file, and for its `fusion_config`. They are generated from the fields and docstrings of
+the code that reads these files, so no schema can fall behind. The schema of a training file has the packing options and
+`ENV`; it allows any other key, because ms-swift's own are checked at the start of a run.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from swift_vlpack.cli import schema_values as values
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.environment import version_of
-from swift_vlpack.cli.schema_values import Schema, flag_schema
 from swift_vlpack.config import (
     ENV_PREFIX,
     NO_OPTIONS,
@@ -27,15 +26,21 @@ from swift_vlpack.config import (
 )
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.files import write_whole
-from swift_vlpack.host.swift_flags import flags
 from swift_vlpack.plan.mix import RATIOS_BY
 from swift_vlpack.rows import fusion_config
 
+Schema = dict[str, Any]
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """The draft that editors support best."""
 _SCHEMAS: dict[Any, Schema] = {
-    str: values.TEXT, int: values.INT, float: values.FLOAT, bool: values.BOOL, type(None): values.NULL
-}  # fmt: skip
+    str: {"type": ["string", "number"]},
+    int: {"type": ["integer", "string"], "pattern": "^[-+]?[0-9]+$"},
+    # Also a text, because YAML reads `1e-4`, which has no point, as a text.
+    float: {"type": ["number", "string"], "pattern": "^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$"},
+    bool: {"enum": [True, False, "true", "false"]},
+    type(None): {"type": "null"},
+}
+"""What a value of a YAML file may be that becomes a flag of this type: all that the command line accepts."""
 _VARIABLES = {
     "NPROC_PER_NODE": "ranks on this machine; ms-swift starts torchrun for them",
     "NNODES": "machines of the run",
@@ -50,7 +55,7 @@ _VARIABLES = {
     "HF_ENDPOINT": "another address of the Hugging Face hub",
     "MODELSCOPE_CACHE": "where ms-swift keeps models and data sets",
     RESUME_DATA: "let a resumed run begin its data anew",
-    RECORD_PACKS: "true: list every trained pack in vlpack/packs_rankN.jsonl; false: not those of streams either",
+    RECORD_PACKS: "true: keep every trained pack in vlpack/packs_rankN.jsonl, not the latest alone; false: keep none",
 }
 _IN_FUSION = re.compile(r"^ *(?:- )?(\w+): .*?# (.*)$", re.MULTILINE)
 _MINIMUM = {"ratio": 0, "sample_limit": 1, "max_pixels": 1}
@@ -82,11 +87,9 @@ def schema_text(form: str = "training") -> str:
 
 def training_schema() -> Schema:
     """Describe the file that `vlpack sft`, `vlpack pt` and the commands about a run take."""
-    of_swift = {name: flag_schema(flag) for name, flag in sorted(flags().items())}
-    packing = {spec.name: option_schema(spec) for spec in fields(PackingConfig)}
     return {
         "$schema": DRAFT,
-        "$comment": f"{versions_comment()}; written by `vlpack schema`",
+        "$comment": "written by `vlpack schema`",
         "title": "A training run of ms-swift, packed by swift_vlpack",
         "type": "object",
         "properties": {
@@ -96,28 +99,29 @@ def training_schema() -> Schema:
                 "properties": _variables(),
                 "additionalProperties": {"type": ["string", "number", "boolean"]},
             },
-            **packing,
-            **{name: schema for name, schema in of_swift.items() if name not in packing},
+            **{spec.name: option_schema(spec) for spec in fields(PackingConfig)},
         },
-        # Refuse unknown keys, unless ms-swift is not installed: then its options are not known.
-        "additionalProperties": not of_swift,
+        "additionalProperties": True,  # the options of ms-swift
     }
-
-
-def versions_comment() -> str:
-    """Name the versions whose options are in the schema."""
-    return ", ".join(f"{name} {version_of(name) or 'missing'}" for name in ("ms-swift", "transformers"))
 
 
 def option_schema(spec: Any) -> Schema:
     """Return the schema of a packing option: what it takes, its default, its help."""
-    schema = values.any_of(_SCHEMAS[kind] for kind in _kinds(spec.name))
+    schema = any_of(_SCHEMAS[kind] for kind in _kinds(spec.name))
     choices = [choice for choice in spec.metadata["choices"] if choice not in ("none", "INT")]
     if choices:
         known: Schema = {"enum": choices}
-        schema = values.any_of([known, schema]) if spec.metadata["takes_others"] else known
+        schema = any_of([known, schema]) if spec.metadata["takes_others"] else known
     default = {} if spec.default is MISSING else {"default": spec.default}
     return {"description": spec.metadata["help"], **schema, **default}
+
+
+def any_of(schemas: Iterable[Schema]) -> Schema:
+    """Return a schema that allows whatever one of these allows."""
+    flat: list[Schema] = []
+    for schema in schemas:
+        flat += schema.get("anyOf", [schema])
+    return flat[0] if len(flat) == 1 else {"anyOf": flat}
 
 
 def _variables() -> dict[str, Schema]:
@@ -166,8 +170,8 @@ SCHEMA = Command(
     text="print the JSON schema of training files, for editors",
     usage="vlpack schema [--fusion] [--output FILE]",
     description=(
-        "Print the JSON schema of a training file: packing options, the options of the installed ms-swift, and the ENV "
-        "block. An editor with a YAML language server completes and checks files that begin with "
+        "Print the JSON schema of a training file: packing options and the ENV block; the options of ms-swift pass. An "
+        "editor with a YAML language server completes and checks files that begin with "
         "`# yaml-language-server: $schema=FILE`; the one in configs/ is made by this command."
     ),
     add_flags=_add_flags,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -68,7 +68,6 @@ class Epochs:
         self.recipe = recipe
         self.extent = extent
         self._name_of = name_of
-        self._sizes: list[_SizeOfEpoch] = []  # sizes of the epochs that were packed ahead
         self._kept = KeptPacks(recipe)
         # Hold two whole epochs: the one that was asked for last, and the next.
         self._present: PackedEpoch | None = None
@@ -77,17 +76,12 @@ class Epochs:
         with tqdm(
             desc="Planning epochs", dynamic_ncols=True, disable=num_rows * extent.num_epochs < NUM_ROWS_SHOWN
         ) as bar:
-            self.num_packs = self._least_packs(recipe.num_ranks, bar.update)
+            self.num_packs = self._least_packs(bar.update)
             """Packs of an epoch, over all ranks. An epoch that is resumed, or needs more packs, has another number."""
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
         """Plan an epoch, or wait for the thread that is planning it. Raises the errors of that thread."""
         return plan_epoch(self.recipe, epoch, cuts, least_packs=self.num_packs, packed=self.packed(epoch))
-
-    def plan_for(self, num_ranks: int, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
-        """Plan an epoch as `num_ranks` ranks would share it."""
-        recipe = replace(self.recipe, num_ranks=num_ranks)
-        return plan_epoch(recipe, epoch, cuts, least_packs=self._least_packs(num_ranks), packed=self.packed(epoch))
 
     def packed(self, epoch: int) -> PackedEpoch:
         """Return the packs of an epoch before they are shared among ranks."""
@@ -112,37 +106,32 @@ class Epochs:
         """Return an epoch from its kept packs; if it has none, pack it."""
         return self._kept.epoch(epoch) or pack_epoch(self.recipe, epoch, self._name_of)
 
-    def _least_packs(self, num_ranks: int, looked: Callable[[], Any] = lambda: None) -> int:
-        """Return the packs that the longest epoch needs on `num_ranks` ranks."""
+    def _least_packs(self, looked: Callable[[], Any]) -> int:
+        """Pack the epochs of the run, and return the packs that the longest one needs."""
         epoch = most_packs = 0
+        num_ranks, num_samples = self.recipe.num_ranks, []
         extent = ONE_EPOCH if self.recipe.step is not None else self.extent  # epochs that keep steps have equally many
         while extent.needs(epoch, most_packs):
-            if epoch == len(self._sizes):
-                self._look_at(epoch)
-                looked()
+            packed = self._look_at(epoch)
+            looked()
             # Round up, because every rank trains equally many packs.
-            most_packs = max(most_packs, -(-self._sizes[epoch].num_packs // num_ranks) * num_ranks)
+            most_packs = max(most_packs, -(-len(packed.packs) // num_ranks) * num_ranks)
+            num_samples.append(len(packed.packs.with_remainder().members))
             epoch += 1
         if self.recipe.step is None:
-            fewest_samples = min(size.num_samples for size in self._sizes[:epoch])
-            _check_steps(most_packs, fewest_samples, num_ranks, self.recipe)
+            _check_steps(most_packs, min(num_samples), num_ranks, self.recipe)
         return most_packs
 
-    def _look_at(self, epoch: int) -> None:
+    def _look_at(self, epoch: int) -> PackedEpoch:
         packed = pack_epoch(self.recipe, epoch, self._name_of if epoch == 0 else None)
-        self._sizes.append(_SizeOfEpoch(len(packed.packs), len(packed.packs.with_remainder().members)))
         if epoch == 0:  # training begins with epoch 0, unless it resumes
             self._present = packed
         self._kept.keep(packed)
+        return packed
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the epochs, because spawned workers plan nothing."""
         return {**self.__dict__, "_ahead": None, "_present": None, "_kept": KeptPacks(self.recipe)}
-
-
-class _SizeOfEpoch(NamedTuple):
-    num_packs: int
-    num_samples: int
 
 
 class KeptPacks:

@@ -36,7 +36,6 @@ from swift_vlpack.feed.agreement import Voting
 from swift_vlpack.feed.collate import Batch
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.saved_rows import RunRows
-from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.same_steps import UnpackedStep
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError
@@ -119,11 +118,8 @@ class Feed(ABC):
         """Return the plan of the epoch that was begun or resumed; None if packs are made as rows come."""
         return self.packs.epoch_plan
 
-    def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan | None:
-        """Plan an epoch as `num_ranks` ranks would share it after these cuts; None if the feed plans nothing.
-
-        The current epoch of the feed does not change.
-        """
+    def plan_of(self, epoch: int) -> EpochPlan | None:
+        """Plan an epoch, and leave the current one as it is; None if the feed plans nothing."""
         return None
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:

@@ -103,9 +103,9 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         """Return the packs of the epoch; indices are positions in its schedule."""
         return self.epoch_plan.packs
 
-    def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
-        """Plan any epoch as any number of ranks would share it. The epoch that is set does not change."""
-        return self._epochs.plan_for(num_ranks or self.num_ranks, epoch, cuts)
+    def plan_of(self, epoch: int) -> EpochPlan:
+        """Plan any epoch. The epoch that is set does not change."""
+        return self._epochs.plan(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Mix the sources and pack for another epoch. A resumed epoch continues after its last trained pack."""

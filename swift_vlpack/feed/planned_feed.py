@@ -13,7 +13,7 @@ from swift_vlpack.feed.feed import Collate, EpochStart, Feed, MakeLoader
 from swift_vlpack.feed.planned import PlannedPackingDataset, address_of
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.saved_rows import NUM_PLANNED_COLUMNS, digest_of
-from swift_vlpack.plan.cuts import CUTS, Cut, cuts_from, with_consumed
+from swift_vlpack.plan.cuts import CUTS, cuts_from, with_consumed
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.resume_schedule import batches_trained
 from swift_vlpack.plan.same_steps import UnpackedStep
@@ -41,9 +41,9 @@ class PlannedFeed(Feed):
         """Return the plan of the epoch that was begun or resumed."""
         return self.packs.epoch_plan
 
-    def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
-        """Plan an epoch as `num_ranks` ranks would share it after these cuts. The current epoch does not change."""
-        return self.packs.plan_of(epoch, cuts, num_ranks)
+    def plan_of(self, epoch: int) -> EpochPlan:
+        """Plan an epoch. The current epoch does not change."""
+        return self.packs.plan_of(epoch)
 
     def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0

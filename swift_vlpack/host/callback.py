@@ -51,12 +51,13 @@ class PackingCallback(TrainerCallback):
         if is_wanted or self.trainer.compute_loss_func is not None or self.trainer.feed.config.packing_batch == SAMPLES:
             add_up(self.trainer)
         noise_by_sample(self.trainer)
+        kept: dict[str, Any] = {}
         if is_master():
             facts = facts_at_start(self.trainer, attention=chosen, proof=proof)
             logger.info(text := start_text(facts))
             show_in_tensorboard(self.trainer, text, state.global_step)
             kept = {**_kept(facts), **_facts_to_look_back(self.trainer)}
-            self.trainer.events.begin(state.global_step, self.trainer.checkpoint_resumed, kept)
+        self.trainer.events.begin(state.global_step, self.trainer.checkpoint_resumed, kept)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the packs of this step. They count as trained now."""
@@ -139,7 +140,7 @@ def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts_to_look_back(trainer: Any) -> dict[str, Any]:
-    """Collect what `vlpack inspect --run` needs to build the feed again, and what is lost after the run."""
+    """Collect what cannot be found out after the run, for `vlpack inspect --run` and for a reader of the log."""
     feed = trainer.feed
     names = {*variables_named_by(type(trainer.template)), _ROOT_OF_IMAGES}
     log = Path(trainer.args.output_dir) / LOG

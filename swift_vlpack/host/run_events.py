@@ -62,11 +62,14 @@ class RunEvents:
             self._left_out_rows.add(None, deleted_by_loader(source))
 
     def begin(self, step: int, checkpoint: Path | None, facts: Mapping[str, Any]) -> None:
-        """Record that training starts, or resumes from a checkpoint."""
+        """Record that training starts, or resumes from a checkpoint. All ranks must call it; rank 0 has the facts."""
         if checkpoint is None:
-            self._note(START, step, **facts)
+            when = self._note(START, step, **facts)
         else:
-            self._note(RESUME, step, checkpoint=str(checkpoint.absolute()), **facts)
+            when = self._note(RESUME, step, checkpoint=str(checkpoint.absolute()), **facts)
+        (when, *_) = gathered(when, "when training began")
+        if self._packs is not None:
+            self._packs.begin(when)
         self._since = time.perf_counter()
 
     def checkpoint(self, step: int, path: Path) -> None:
@@ -140,8 +143,8 @@ class RunEvents:
     # -- epochs -------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Record that an epoch begins or resumes, with the feed's state: it is needed to find the packs of a step."""
-        self._note(EPOCH, step, epoch=self.feed.epoch, state=self.feed.state(), **facts)
+        """Record that an epoch begins or resumes."""
+        self._note(EPOCH, step, epoch=self.feed.epoch, **facts)
 
     def list_left_out(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
         """List what the plan of an epoch leaves out. Raises if the epoch before lost too many rows."""
@@ -187,12 +190,12 @@ class RunEvents:
     def _no_counts(self) -> Counts:
         return Counts(packing_length=self.feed.config.packing_length)
 
-    def _note(self, event: str, step: int, **facts: Any) -> None:
-        if self._log is not None:
-            self._log.append(event, step, **facts)
+    def _note(self, event: str, step: int, **facts: Any) -> str | None:
+        return None if self._log is None else self._log.append(event, step, **facts)
 
 
 def _as_line(record: PackRecord, step: int) -> dict[str, Any]:
     ids = [str(sample_id) for sample_id in record.sample_ids]
     shared = {"shared": list(record.shared)} if record.shared else {}
-    return {"step": step, "epoch": record.epoch, "pack": record.number, "ids": ids, **shared}
+    lengths = list(record.lengths)
+    return {"step": step, "epoch": record.epoch, "pack": record.number, "ids": ids, "lengths": lengths, **shared}

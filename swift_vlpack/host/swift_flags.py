@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"(?:Optional\[)?(int|float)\]?")
-_OF_FIELD = re.compile(r" {4}(\w+) ?\(.*?\):(?: (.*)|$)")
 
 
 class _Lost(Exception):
@@ -33,9 +32,6 @@ class Flag(NamedTuple):
     """A flag as its class declares it."""
 
     annotation: ast.expr
-    default: ast.expr | None
-    text: str
-    """The flag's text in the docstring of the class; "" if it has none."""
 
     @property
     def takes_list(self) -> bool:
@@ -90,30 +86,9 @@ def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
     for base in reversed(found.bases):
         if isinstance(base, ast.Name) and base.id not in ("object", "ABC"):
             yield from _fields(place.module, base.id)
-    texts = _texts(ast.get_docstring(found) or "")
     for line in found.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and _is_field(line):
-            flag = line.target.id
-            yield flag, Flag(line.annotation, line.value, texts.get(flag, ""))
-
-
-def _texts(docstring: str) -> dict[str, str]:
-    """Return the text about each field in a docstring of Google's or Hugging Face's style, without bullet lists.
-
-    >>> _texts("Args:\\n    rate (float): How\\n        fast.\\n        - as a list\\n    steps (int): How many.")
-    {'rate': 'How fast.', 'steps': 'How many.'}
-    """
-    found: dict[str, list[str]] = {}
-    name = None
-    for line in docstring.splitlines():
-        if match := _OF_FIELD.match(line):
-            name = match[1]
-            found[name] = [match[2] or ""]
-        elif name and line.startswith(" " * 8) and not line.lstrip().startswith(("-", "*", ">")):
-            found[name].append(line)
-        else:
-            name = None
-    return {name: " ".join(" ".join(lines).split()) for name, lines in found.items()}
+            yield line.target.id, Flag(line.annotation)
 
 
 def _is_field(line: ast.AnnAssign) -> bool:

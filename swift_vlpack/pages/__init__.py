@@ -2,8 +2,8 @@
 
 `values.py` defines plain values for a pack, a sample and a step as they are shown. `make_values.py` makes these values
 from the plan, the tensors and the rows of training. `terminal.py` and `browser.py` show them, and both make every text
-of a row safe (`safe_text.py`). Reports of a run (`report.py`, `report_page.py`, `charts.py`) are also shown in a
-terminal or as HTML. `page.py` has the frame of every HTML page.
+of a row safe (`safe_text.py`). Reports of a run (`report.py`, `report_page.py`) are also shown in a terminal or as
+HTML. `page.py` has the frame of every HTML page.
 
 >>> from swift_vlpack.pages.terminal import pack_parts, printed
 >>> from swift_vlpack.pages.values import Member, PackShown, Piece, SequenceTensors

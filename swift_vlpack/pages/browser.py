@@ -99,14 +99,13 @@ def _step(step: StepShown) -> str:
     rows = "".join(
         f'<tr><td class="n">{pack.rank}</td><td class="n">{pack.epoch}</td><td class="n">{pack.number}</td>'
         f'<td class="n">{tokens_text(pack, at)}</td><td>{escape(visible(name))}</td>'
-        f'<td class="muted">{escape(visible(without_home(pack.where[at]))) if pack.where else ""}</td></tr>'
+        f'<td class="muted">{escape(visible(without_home(pack.where[at])))}</td></tr>'
         for pack in step.packs
         for at, name in enumerate(pack.ids)
     )
-    notes = "".join(f'<p class="warn">{escape(visible(without_home(note)))}</p>' for note in step.notes)
     head = "".join(f'<th class="n" scope="col">{name}</th>' for name in ("rank", "epoch", "pack", "tokens"))
     return (
-        f"<h2>{escape(step_headline(step))}</h2>{notes}"
+        f"<h2>{escape(step_headline(step))}</h2>"
         f'<div class="scroll steps" tabindex="0" role="region" aria-label="rows of step {step.step}"><table><thead><tr>'
         f'{head}<th scope="col">id</th><th scope="col">where</th></tr></thead><tbody>{rows}</tbody></table></div>'
     )

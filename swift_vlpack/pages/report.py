@@ -1,7 +1,8 @@
 """Put the report of a run (`runlog/report.py`) into words, and print it in a terminal.
 
 `sections` turns the report into labelled lines and tables. A terminal prints them as they are; `report_page.py` adds
-plots. rich is imported inside of functions, because `vlpack --help` imports this module and has to be quick.
+three lines over steps. rich is imported inside of functions, because `vlpack --help` imports this module and has to be
+quick.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from typing import IO, Any
 
 from swift_vlpack.words import by_reason, counted
 
-_MOST_ROWS = 60
-"""Most lines of the timeline that are shown: a long run has hundreds of checkpoints."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_BLOCKS = 60
 _WIDTH_OF_NO_TERMINAL = 120
+_NARROW = 80
 Report = dict[str, Any]
 Line = tuple[str, str]
 
@@ -45,7 +45,6 @@ def sections(report: Report) -> list[Section]:
         _sources(report),
         _left_out(report["left_out"]),
         _epochs(report["epochs"]),
-        _timeline(report["timeline"]),
     ]
 
 
@@ -55,11 +54,8 @@ def _run(report: Report) -> Iterator[Line]:
     yield "state", state(report)
     if run["model"]:
         yield "model", run["model"]
-    if run["num_ranks"]:
-        yield "ranks", ", then ".join(map(str, run["num_ranks"]))
-    strategy = f" by {run['packing_strategy']}" if run["packing_strategy"] else ""
-    kind = f", {run['mode']}" if run["mode"] else ""
-    yield "packs", f"of {run['packing_length']} tokens{strategy}{kind}"
+    yield "ranks", ", then ".join(map(str, run["num_ranks"]))
+    yield "packs", f"of {run['packing_length']} tokens by {run['packing_strategy']}, {run['mode']}"
     if run["attention"]:
         yield "attention", run["attention"].removeprefix("attention ")
     yield "proof", run["proof"] or "none on record"
@@ -72,8 +68,6 @@ def state(report: Report) -> str:
     run = report["run"]
     of = f" of {run['num_steps']}" if run["num_steps"] else ""
     where = f"step {run['step']}{of}"
-    if run["has_ended"] is None:
-        return where
     if run["has_ended"]:
         return f"ended at {where}, {clock(run['last_sign'])}"
     return f"at {where}, still running or stopped from outside; last sign {clock(run['last_sign'])}"
@@ -89,8 +83,7 @@ def _trained(report: Report) -> Iterator[Line]:
     if shared := trained["shared"]:
         yield from _shared(trained, shared)
     yield "single-long", f"{counted(trained['num_single_long'], 'sample')} too large for a pack, alone in a sequence"
-    if trained["vision_share"] is not None:
-        yield "vision", f"{percent(trained['vision_share'])} of the tokens"
+    yield "vision", f"{percent(trained['vision_share'])} of the tokens"
     if trained["seconds"]:
         speed = f"{grouped(trained['tokens_per_second'])} tokens and {trained['samples_per_second']:g} samples a second"
         yield "speed", f"{speed} over {duration(trained['seconds'])}, without evaluation and saving"
@@ -109,10 +102,7 @@ def _shared(trained: Report, shared: Report) -> Iterator[Line]:
         yield "", f"{apart} planned to share and, once encoded, did not; the log names them"
 
 
-def _unpacked(unpacked: Report | None, *, shares: bool) -> Iterator[Line]:
-    if unpacked is None:
-        yield "tokens", "not on record"
-        return
+def _unpacked(unpacked: Report, *, shares: bool) -> Iterator[Line]:
     yield "against", unpacked["reference"]
     saved, tokens = unpacked["num_padding_saved"], grouped(unpacked["num_tokens"])
     if saved <= 0:
@@ -177,21 +167,6 @@ def _epochs(epochs: Sequence[Report]) -> Section:
     return Section("Epochs", lines, columns, rows)
 
 
-def _timeline(timeline: Sequence[Report]) -> Section:
-    rows = [
-        (
-            clock(entry["when"]),
-            entry["said"] + ("" if entry["is_kept"] else " (lost: trained again)"),
-            str(entry["step"]),
-        )
-        for entry in timeline
-    ]
-    if len(rows) > _MOST_ROWS:
-        num_more = len(rows) - _MOST_ROWS
-        rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [("...", f"{num_more} more, which --json has", "...")]
-    return Section("Timeline", (), ("when (UTC)", "what", "step"), rows, num_texts=2)
-
-
 # -- numbers in words -------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +224,7 @@ def _print(console: Any, report: Report) -> None:
         if section.title == "Trained":
             _print_curves(console, report["series"])
         if section.rows:
-            console.print(_table(section))
+            console.print(_table(section, is_narrow=console.width < _NARROW))
         console.print()
 
 
@@ -271,8 +246,9 @@ def _print_curves(console: Any, series: Sequence[Report]) -> None:
     for name, key in (("fill", "fill"), ("tokens/s", "tokens_per_second"), ("loss", "loss")):
         values = [point[key] for point in series if point[key] is not None]
         if len(values) > 1:
-            curve = sparkline(values)
-            console.print(f"  {name:<10} {curve}  {min(values):,.4g} to {max(values):,.4g}", style="dim")
+            limits = f"{min(values):,.4g} to {max(values):,.4g}"
+            curve = sparkline(values, min(_MOST_BLOCKS, console.width - len(limits) - 15))
+            console.print(f"  {name:<10} {curve}  {limits}", style="dim")
 
 
 def sparkline(values: Sequence[float], most: int = _MOST_BLOCKS) -> str:
@@ -288,14 +264,18 @@ def sparkline(values: Sequence[float], most: int = _MOST_BLOCKS) -> str:
     return "".join(_BLOCKS[round((mean - low) / span * 7) if span else 0] for mean in means)
 
 
-def _table(section: Section) -> Any:
+def _table(section: Section, *, is_narrow: bool) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if is_narrow else 1))
     for at, name in enumerate(section.columns):
-        table.add_column(name, justify="left" if at < section.num_texts else "right", overflow="fold")
+        if at < section.num_texts:
+            table.add_column(name, overflow="fold")
+        else:  # no number is broken
+            longest = max(len(row[at]) for row in section.rows)
+            table.add_column(name, justify="right", overflow="fold", min_width=longest)
     for row in section.rows:
         table.add_row(*map(Text, row))
     return table

@@ -1,25 +1,31 @@
-"""Write the report of a run as an HTML page: numbers first, then plots, then the lines and tables of `report.py`."""
+"""Write the report of a run as an HTML page: tiles of numbers, lines over steps, facts and tables of `report.py`."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from swift_vlpack.pages.page import page, subject
 from swift_vlpack.pages.report import Report, Section, grouped, percent, sections, state
 from swift_vlpack.pages.safe_text import without_home
-from swift_vlpack.words import INSTALL
 
+Point = tuple[float, float | None]
+WIDTH, LEFT, TOP, BOTTOM = 420, 66, 12, 132
+"""Places of a drawing in its own units; the page scales it to its column."""
+MOST_POINTS = 500
 STYLE = """
-.plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
-.plot { margin: 0; padding: .6rem .8rem; background: var(--card); border: 1px solid var(--line); border-radius: .5rem; }
-.plot svg[role] { display: block; width: 100%; }
-.plot figcaption { font-weight: 600; margin-bottom: .3rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: .85rem; }
+.lines { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
+.line { margin: 0; padding: .6rem .8rem; background: var(--card); border: 1px solid var(--line); border-radius: .5rem; }
+.line svg { display: block; width: 100%; }
+.line figcaption { font-weight: 600; margin-bottom: .3rem; }
+.line path { fill: none; stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
+.line text { font-size: 14px; }
+.line .axis { stroke: var(--line); stroke-width: 1; }
+.line .values { stroke: var(--c1); }
+.line .cross { stroke: var(--bad); }
 .tiles { display: grid; gap: .8rem; margin: 1rem 0; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); }
 .tile { padding: .6rem .8rem; background: var(--card); border: 1px solid var(--line); border-radius: .5rem; }
 .tile b { display: block; font-size: 1.35rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
@@ -36,7 +42,7 @@ def report_page(report: Report) -> str:
     folder = Path(report["folder"]).resolve()
     name = subject(report["run"]["model"], report["sources"])
     report = _without_place(report, f"{folder.parent}/" if folder.parent.name else "")
-    parts = [f"<p>{escape(state(report))}</p>", _tiles(report), _plots(report)]
+    parts = [f"<p>{escape(state(report))}</p>", _tiles(report), _lines(report)]
     parts += [_section(section) for section in sections(report)]
     return page(f"Report: {name} ({folder.name})" if name else f"Report: {folder.name}", "\n".join(parts), STYLE)
 
@@ -55,7 +61,7 @@ def _tiles(report: Report) -> str:
     shared = trained["shared"]
     tiles = [
         ("fill", percent(trained["fill_mean"])),
-        ("padding saved", percent(unpacked["padding_saved"]) if unpacked else "-"),
+        ("padding saved", percent(unpacked["padding_saved"])),
         *([("tokens saved by sharing", grouped(shared["num_shared_tokens"]))] if shared else []),
         ("tokens a second", grouped(trained["tokens_per_second"]) if trained["tokens_per_second"] else "-"),
         ("tokens", grouped(trained["num_tokens"])),
@@ -66,78 +72,99 @@ def _tiles(report: Report) -> str:
     return f'<div class="tiles">{inside}</div>'
 
 
-def _plots(report: Report) -> str:
-    try:
-        # matplotlib takes a quarter of a second to import, which only pages need.
-        from swift_vlpack.pages.charts import Line, bar_chart, histogram, line_chart, segments_chart
-    except ModuleNotFoundError as error:
-        return (
-            f'<p class="muted">No plots: {escape(str(error.name))} is not installed; {escape(INSTALL)} brings it.</p>'
-        )
-    series = report["series"]
-    # Give all plots the same range of steps: the loss may be logged more rarely than the other numbers.
-    steps: dict[str, Any] = {
-        "span": [point["step"] for point in (*series[:1], *series[-1:])],
-        "resumes": _resumes(series),
-    }
-    no_number = set(report["steps_without_loss"])
-
-    def line(name: str, key: str) -> Line:
-        return Line(name, [(point["step"], point[key]) for point in series])
-
-    logged = [point for point in series if point["loss"] is not None or point["step"] in no_number]
-    loss = Line("loss", [(point["step"], point["loss"]) for point in logged])
-    fills: Counter[int] = Counter()
-    for epoch in report["epochs"]:
-        fills.update({int(fill): number for fill, number in epoch.get("fill_histogram", {}).items()})
-    shares = [line("vision tokens", "vision_share")]
-    if any(point["padding_saved"] for point in series):
-        shares.insert(0, line("padding saved", "padding_saved"))
-    titled = " and ".join(one.name for one in shares).capitalize()  # "padding saved" is no line if none was saved
-    plots = [
-        line_chart("Fill of packs", [line("fill", "fill")], "share", **steps),
-        line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], "rate", **steps),
-        line_chart(f"{titled}, shares of tokens", shares, "share", **steps),
-        line_chart("Loss", [loss], "loss", **steps),
-        histogram("Packs by fill, all epochs", fills),
-        bar_chart("Shares of sources", list(report["sources"]), _shares(report["sources"])),
-        segments_chart("Segments of the run, by steps (hollow: lost)", _segments(report), report["run"]["step"]),
-    ]
-    return f'<div class="plots">{"".join(plots)}</div>'
+# -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _resumes(series: Sequence[Report]) -> list[float]:
-    """Return the first step of every segment that was resumed."""
-    starts = {point["leg"]: point["step"] for point in reversed(series)}
-    return [step for segment, step in sorted(starts.items()) if segment]
+def _lines(report: Report) -> str:
+    """Draw fill, speed and loss over the same steps."""
+    series, without_loss = report["series"], set(report["steps_without_loss"])
+    if not series:
+        return ""
+    steps = series[0]["step"], series[-1]["step"]
+    fills = [(point["step"], point["fill"]) for point in series if point["fill"] is not None]
+    speeds = [(point["step"], point["tokens_per_second"]) for point in series]
+    logged = [point for point in series if point["loss"] is not None or point["step"] in without_loss]
+    losses = [(point["step"], point["loss"]) for point in logged]
+    drawn = (
+        line("Fill of packs", fills, steps, percent, within=(0.0, 1.0)),
+        line("Tokens a second", speeds, steps, grouped, within=(0.0,)),
+        line("Loss", losses, steps, "{:,.4g}".format),
+    )
+    return f'<div class="lines">{"".join(drawn)}</div>'
 
 
-def _shares(sources: Report) -> dict[str, list[float | None]]:
-    series = {
-        "asked": [source["asked_share"] for source in sources.values()],
-        "of samples": [source["share_of_samples"] for source in sources.values()],
-        "of tokens": [source["share_of_tokens"] for source in sources.values()],
-    }
-    if all(share is None for share in series["asked"]):
-        del series["asked"]
-    return series
+def line(
+    title: str,
+    points: Sequence[Point],
+    steps: tuple[float, float],
+    shown: Callable[[float], str],
+    *,
+    within: Sequence[float] = (),
+) -> str:
+    """Draw values over steps, with the values of `within` on the axis. Returns "" if no value is known.
+
+    None in place of a value is a gap with a cross at its step: the value is no number.
+    """
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return ""
+    low, high = min((*values, *within)), max((*values, *within))
+    first, last = steps
+
+    def x(step: float) -> str:
+        return f"{LEFT + (step - first) / ((last - first) or 1) * (WIDTH - LEFT - 8):.1f}"
+
+    def y(value: float) -> str:
+        return f"{BOTTOM - (value - low) / ((high - low) or 1) * (BOTTOM - TOP):.1f}"
+
+    path, is_gap = [], True
+    for step, value in thinned(points):
+        if value is not None:
+            # The step of no length draws a dot, where both neighbours are gaps.
+            path.append(f"M{x(step)} {y(value)}h0" if is_gap else f"L{x(step)} {y(value)}")
+        is_gap = value is None
+    gaps = [step for step, value in points if value is None]
+    crosses = "".join(f"M{x(step)} {BOTTOM}m-3-3l6 6m0-6l-6 6" for step in gaps)
+    told = f"{shown(values[0])}, at last {shown(values[-1])}, from {shown(min(values))} to {shown(max(values))}"
+    texts = (
+        (LEFT - 6, TOP + 4, "end", shown(high)),
+        (LEFT - 6, BOTTOM + 4, "end", shown(low)),
+        (LEFT, BOTTOM + 20, "start", f"step {first}"),
+        (WIDTH - 8, BOTTOM + 20, "end", f"{last}"),
+    )
+    labels = "".join(f'<text x="{at}" y="{on}" text-anchor="{side}">{text}</text>' for at, on, side, text in texts)
+    return (
+        f'<figure class="line"><figcaption>{title}{" (x: no number)" if gaps else ""}</figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {BOTTOM + 28}" role="img" aria-label="{title}: {told}">'
+        f'<path class="axis" d="M{LEFT} {TOP}H{WIDTH - 8}M{LEFT} {BOTTOM}H{WIDTH - 8}"/>{labels}'
+        f'<path class="cross" d="{crosses}"/><path class="values" d="{"".join(path)}"/></svg></figure>'
+    )
 
 
-def _segments(report: Report) -> list[dict[str, Any]]:
-    """Return a bar for each segment: its first step, its last step that was kept, and its last step."""
-    segments: list[dict[str, Any]] = []
-    for entry in report["timeline"]:
-        if entry["event"] in ("start", "resume"):
-            segments.append({"name": entry["said"], "first": entry["step"], "kept": entry["step"], "checkpoints": []})
-        segment = segments[-1]
-        segment["last"] = entry["step"]
-        if entry["is_kept"]:
-            segment["kept"] = entry["step"]
-        if entry["event"] == "checkpoint":
-            segment["checkpoints"].append(entry["step"])
-    for segment, after in pairwise(segments):
-        segment["kept"] = min(segment["last"], after["first"])
-    return segments
+def thinned(points: Sequence[Point]) -> Iterator[Point]:
+    """Yield at most about `MOST_POINTS`: of neighbours the lowest and the highest, so that a single spike is seen.
+
+    >>> list(thinned([(1, 2.0), (2, None)]))
+    [(1, 2.0), (2, None)]
+    >>> points = [(step, 9.0 if step == 1800 else step % 7) for step in range(3000)]
+    >>> len(list(thinned(points))), (1800, 9.0) in thinned(points)
+    (500, True)
+    """
+    if len(points) <= MOST_POINTS:
+        yield from points
+        return
+    num_together = math.ceil(2 * len(points) / MOST_POINTS)
+    for start in range(0, len(points), num_together):
+        together = points[start : start + num_together]
+        known = [(step, value) for step, value in together if value is not None]
+        if not known:
+            yield together[0]
+            continue
+        lowest, highest = min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])
+        yield from sorted({lowest, highest})
+
+
+# -- sections ---------------------------------------------------------------------------------------------------------
 
 
 def _section(section: Section) -> str:

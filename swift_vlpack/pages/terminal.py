@@ -263,8 +263,7 @@ def step_parts(step: StepShown) -> Iterator[RenderableType]:
         for at, sample in enumerate(pack.ids):
             of_pack = (str(pack.rank), str(pack.epoch), str(pack.number)) if at == 0 else ("", "", "")
             tokens = tokens_text(pack, at)
-            where = pack.where[at] if pack.where else ""
-            table.add_row(*of_pack, tokens, Text(visible(sample)), Text(visible(where), "dim"))
+            table.add_row(*of_pack, tokens, Text(visible(sample)), Text(visible(pack.where[at]), "dim"))
         if not pack.ids:
             table.add_row(str(pack.rank), str(pack.epoch), str(pack.number), "", Text("no sample, and so no loss"))
     yield table
@@ -273,27 +272,24 @@ def step_parts(step: StepShown) -> Iterator[RenderableType]:
 def tokens_text(pack: TrainedPack, at: int) -> str:
     """Write the tokens of a sample of a step: those of its row, and how many it shares with the sample before it.
 
-    >>> pack = TrainedPack(rank=0, epoch=0, number=0, ids=["a:0", "a:1"], lengths=[90, 80], shared=[0, 60])
+    >>> pack = TrainedPack(
+    ...     rank=0, epoch=0, number=0, ids=["a:0", "a:1"], where=["", ""], lengths=[90, 80], shared=[0, 60]
+    ... )
     >>> tokens_text(pack, 0), tokens_text(pack, 1)
     ('90', '80 (60 shared)')
     """
     num_shared = pack.shared[at] if pack.shared else 0
-    shared = f"{num_shared} shared" if num_shared else ""
-    if not pack.lengths:
-        return shared
-    return f"{pack.lengths[at]} ({shared})" if shared else str(pack.lengths[at])
+    return f"{pack.lengths[at]} ({num_shared} shared)" if num_shared else str(pack.lengths[at])
 
 
 def step_headline(step: StepShown) -> str:
     """Return the headline of a step: its loss in the log, its packs and samples."""
-    loss = "no loss in the log"
+    loss = ""
     if step.loss is not None and step.loss_of is not None:
         first, last = step.loss_of
-        of = "" if first == last else f" (mean of steps {first}-{last})"
-        before = "" if step.loss_before is None else f", {step.loss_before:g} before"
-        loss = f"loss {step.loss:g}{of}{before}"
+        loss = f"loss {step.loss:g}{'' if first == last else f' (mean of steps {first}-{last})'}; "
     packs, samples = counted(len(step.packs), "pack"), counted(step.num_samples, "sample")
-    return f"step {step.step}: {loss}; {packs}, {samples}, {step.known_from}"
+    return f"step {step.step}: {loss}{packs}, {samples}, {step.known_from}"
 
 
 def _colour(at: int) -> str:

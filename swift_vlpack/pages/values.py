@@ -188,8 +188,9 @@ class TrainedPack:
     epoch: int
     number: int
     ids: Sequence[str]
-    where: Sequence[str] = ()
-    lengths: Sequence[int] = ()
+    where: Sequence[str]
+    lengths: Sequence[int]
+    """Tokens of each sample alone, also of those that it shares."""
     shared: Sequence[int] = ()
     """The tokens that each sample shares with the one before it; empty if none does."""
 
@@ -201,12 +202,10 @@ class StepShown:
     step: int
     packs: Sequence[TrainedPack]
     known_from: str
-    """Says in words whether the packs were computed again or recorded."""
+    """Says in words whether the packs are those of the plan or of the record."""
     loss: float | None = None
     loss_of: tuple[int, int] | None = None
     """First and last of the steps that the loss is the mean of."""
-    loss_before: float | None = None
-    """The loss logged before this one, if the step is shown as a jump of the loss."""
     notes: Sequence[str] = ()
 
     @property

@@ -2,8 +2,8 @@
 
 >>> from tempfile import mkdtemp
 >>> log = EventLog(Path(mkdtemp()))
->>> log.append(START, 0, num_ranks=2)
->>> log.append(STEPS, 10, epoch=0, num_packs=80)
+>>> began = log.append(START, 0, num_ranks=2)
+>>> trained = log.append(STEPS, 10, epoch=0, num_packs=80)
 >>> [(event["event"], event["step"]) for event in read_events(log.path)]
 [('start', 0), ('steps', 10)]
 
@@ -13,7 +13,7 @@ optimizer `step` after which it happened:
 | event | when it is written | what else it says |
 |---|---|---|
 | `start`, `resume` | training begins | ranks, options, variables, sources, bytes of ms-swift's log; the checkpoint |
-| `epoch` | an epoch begins or goes on | the feed's `state`; of a plan the number of packs and how even ranks are |
+| `epoch` | an epoch begins or goes on | of a plan the number of packs and how even ranks are |
 | `steps` | a line is logged or a checkpoint is saved | what all ranks trained since the last such event (`counts.py`) |
 | `checkpoint` | a checkpoint is complete | its folder |
 | `end` | training ends by itself | |
@@ -47,11 +47,11 @@ class EventLog:
         self.path = output_dir / FOLDER / FILE
         self._is_writable = True
 
-    def append(self, event: str, step: int, **facts: Any) -> None:
-        """Append an event. If writing fails, warn once and write no more: training is worth more than its log."""
-        if not self._is_writable:
-            return
+    def append(self, event: str, step: int, **facts: Any) -> str:
+        """Append an event, and return its time. If writing fails, warn once and write no more: training goes on."""
         when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        if not self._is_writable:
+            return when
         try:
             json_lines.append(self.path, [{"event": event, "when": when, "step": step, **facts}], ensure_ascii=False)
         except OSError as error:
@@ -60,6 +60,7 @@ class EventLog:
                 "%s cannot be written, so `vlpack report` and `vlpack inspect --run` will know less of this run: %s",
                 self.path, error,
             )  # fmt: skip
+        return when
 
 
 def read_events(path: Path) -> Iterator[Event]:

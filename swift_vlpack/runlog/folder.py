@@ -1,12 +1,12 @@
-"""Find a run on disk, and read the files of its folder other than the run log: checkpoints, epoch reports, arguments.
+"""Find a run on disk, and read the files of its folder other than the logs: epoch reports and arguments.
 
     output_dir/
         args.json               ms-swift's options
         logging.jsonl           ms-swift's log (losses.py)
-        vlpack/run.jsonl        events of the run (events.py)
+        vlpack/run.jsonl        events of the run (events.py, segments.py)
         vlpack/epoch_0.json     the account of every finished epoch
         vlpack/left_out.jsonl   rows that are trained in no pack (left_out.py)
-        vlpack/packs_rank0.jsonl  packs as they were trained, where they are recorded (pack_record.py)
+        vlpack/packs_rank0.jsonl  packs as they were trained, of each rank (pack_log.py)
         checkpoint-100/vlpack_state.json  the state of the data; a checkpoint that has it is complete
 
 Nothing here needs torch or ms-swift, so that `vlpack report` answers at once.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +31,6 @@ ROWS = "vlpack_rows.npz"
 """Sizes and digests of the rows, in every checkpoint."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _VERSION = re.compile(r"v(\d+)-.+")
-
-
-# -- the folder -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +58,14 @@ def find_run(given: Path) -> RunFolder:
     versions = sorted((path for path in given.iterdir() if _is_version(path) and _is_run(path)), key=_age)
     if not versions:
         raise ConfigError(
-            f"{given} is no run: it has neither {FOLDER}/ nor {LOG} nor a checkpoint, and no version folder (v0-...) "
-            "that has; name the output_dir of a training run"
+            f"{given} is no run: it has neither {FOLDER}/ nor {LOG}, and no version folder (v0-...) that has; name the "
+            "output_dir of a training run"
         )
     return RunFolder(versions[-1], tuple(path.name for path in versions[:-1]))
 
 
 def _is_run(path: Path) -> bool:
-    return (path / FOLDER).is_dir() or (path / LOG).is_file() or bool(checkpoints(path))
+    return (path / FOLDER).is_dir() or (path / LOG).is_file()
 
 
 def _is_version(path: Path) -> bool:
@@ -81,46 +77,11 @@ def _age(version: Path) -> tuple[int, str]:
     return int(match[1]) if match else 0, version.name
 
 
-# -- what is in it ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint on the disk."""
-
-    step: int
-    path: Path
-
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether a run can resume from it: the state is written last, so the other files are there too."""
-        return (self.path / STATE).is_file()
-
-    @property
-    def state(self) -> dict[str, Any] | None:
-        """Read the feed's state; None if it is missing or damaged."""
-        state = read_json(self.path / STATE).get("state")
-        return state if isinstance(state, dict) else None
-
-
-def checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints in a folder by step, complete or not. The folder may be a checkpoint itself."""
-    paths = [folder, *folder.iterdir()] if folder.is_dir() else []
-    found = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
-    # Skip links, such as `last-checkpoint`: the folder that they point to is in the list.
-    real = [(int(match[1]), path) for match, path in found if match and path.is_dir() and not path.is_symlink()]
-    return [Checkpoint(step, path) for step, path in sorted(real)]
-
-
-def epoch_reports(folders: Iterable[Path], last_step: int) -> dict[int, dict[str, Any]]:
-    """Read the account of every finished epoch, by its number; a report in a later folder replaces an earlier one."""
-    found = {}
-    for folder in folders:
-        for path in (folder / FOLDER).glob("epoch_*.json"):
-            report = read_json(path)
-            # A report of a later step is a leftover of an earlier run in the same folder.
-            if isinstance(report.get("epoch"), int) and report.get("global_step", 0) <= last_step:
-                found[report["epoch"]] = report
+def epoch_reports(folder: Path, last_step: int) -> dict[int, dict[str, Any]]:
+    """Read the account of every finished epoch, by its number."""
+    reports = map(read_json, (folder / FOLDER).glob("epoch_*.json"))
+    # A report of a later step is a leftover of an earlier run in the same folder.
+    found = {one["epoch"]: one for one in reports if "epoch" in one and one.get("global_step", 0) <= last_step}
     return dict(sorted(found.items()))
 
 

@@ -1,17 +1,18 @@
 """Record which samples were trained in which step: one line for every pack, in a file for each rank.
 
-    {"step": 12, "epoch": 0, "pack": 23, "ids": ["captions:17", ...]}
+    {"step": 12, "epoch": 0, "pack": 23, "ids": ["captions:17", ...], "lengths": [40, ...]}
 
-Where samples share prefixes, `shared` has the tokens that each shares with the sample before it.
+Where samples share prefixes, `shared` has the tokens that each shares with the sample before it. The first line of a
+segment has `begin`, the time at which the run log says that the segment began. So packs of another run in the folder,
+and packs of steps that a resume lost, cannot be taken for those of the segment.
 
-Packs are recorded unless that is switched off. Unless it was asked for, the file is bounded and keeps the latest packs,
-some millions of samples.
+Packs are recorded unless that is switched off. Unless it was asked for, the file is bounded and keeps the latest packs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from swift_vlpack.runlog.events import FOLDER
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 64 * 1024**2
-"""Size at which a bounded file is renamed to be the older half. Both halves hold about 8 million samples of a rank."""
+MOST_BYTES = 8 * 1024**2
+"""Size at which a bounded file is renamed to be the older half. Both halves are 16 MB and hold about half a million
+samples of a rank: a line has some 30 bytes a sample."""
 _PREFIX = "packs_rank"
 
 
@@ -33,6 +35,8 @@ class PackLog:
         self.path = path
         self.most_bytes = most_bytes
         self._is_writable = True
+        self._begin: str | None = None
+        self._is_marked = False
 
     @classmethod
     def wanted(cls, path: Path, environ: Mapping[str, str]) -> PackLog | None:
@@ -41,14 +45,22 @@ class PackLog:
             return cls(path, MOST_BYTES)
         return cls(path) if is_switched_on(RECORD_PACKS, environ) else None
 
+    def begin(self, when: str) -> None:
+        """Begin a segment, which the next line will name by the time of its start."""
+        self._begin, self._is_marked = when, False
+
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append packs. A full file becomes the older half. Raises `OSError` only if the user asked for the log."""
-        if not self._is_writable:
+        if not self._is_writable or not lines:
             return
         try:
             if self.most_bytes is not None and self.path.exists() and self.path.stat().st_size > self.most_bytes:
                 self.path.replace(older_half(self.path))
+                self._is_marked = False  # each file says by itself whose packs it has
+            if self._begin is not None and not self._is_marked:
+                lines = [{**lines[0], "begin": self._begin}, *lines[1:]]
             json_lines.append(self.path, lines)
+            self._is_marked = True
         except OSError as error:
             if self.most_bytes is None:
                 raise
@@ -66,26 +78,12 @@ def older_half(path: Path) -> Path:
     return path.with_suffix(".before.jsonl")
 
 
-def recorded_ranks(folder: Path) -> list[int]:
-    """Return the ranks that have a file in an output directory."""
-    found = [path.stem.removeprefix(_PREFIX) for path in (folder / FOLDER).glob(f"{_PREFIX}*.jsonl")]
-    return sorted(int(rank) for rank in found if rank.isdecimal())
-
-
-def read_packs(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the packs of a file and its older half, oldest first. An unfinished line is skipped."""
+def read_packs(path: Path, begin: str) -> Iterator[dict[str, Any]]:
+    """Yield the packs of the segment that began at this time, oldest first. An unfinished line is skipped."""
     for file in (older_half(path), path):
+        of_segment = None
         for line in json_lines.read(file):
             if isinstance(line, dict) and {"step", "epoch", "pack", "ids"} <= set(line):
-                yield line
-
-
-def packs_of_step(lines: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Select the packs of a step. If the step was trained twice, select the last time: the first was lost."""
-    latest: list[dict[str, Any]] = []
-    step_before = None
-    for line in lines:
-        if line["step"] == step:
-            latest = [*latest, line] if step_before == step else [line]
-        step_before = line["step"]
-    return latest
+                of_segment = line.get("begin", of_segment)
+                if of_segment == begin:
+                    yield line

@@ -2,17 +2,14 @@
 
 import json
 import os
-import re
-import shutil
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from swift_vlpack.cli.inspect import write_packs_page
 from swift_vlpack.cli.inspect_run import InspectRequest, look
-from swift_vlpack.cli.trained_steps import TrainedSteps
+from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.run import run_of
 from swift_vlpack.host.trainer import PackingTrainer
@@ -113,26 +110,23 @@ def test_what_is_shown_are_the_tensors_that_were_trained(small_folder, run, data
     shown = {}
     with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
         for epoch in (0, 1):
-            packs = seen(random=99, epoch=epoch)["packs"]
-            shown |= {(pack["epoch"], pack["number"]): pack["row"] for pack in packs}
+            for number in range(seen(epoch=epoch)["overview"]["num_packs"]):
+                (pack,) = seen(pack=number, epoch=epoch)["packs"]
+                shown[epoch, number] = pack["row"]
     assert len(batches) > 6
     assert shown == batches
 
 
 def test_steps_of_a_run_lead_to_the_packs_that_were_trained(small_folder, run, data, tmp_path):
-    """SEE-3 SEE-4: the steps on record are those of the plan, with file and line of every row, and the logged loss."""
+    """SEE-3: the steps on record are those of the plan, with file and line of every row, and the logged loss."""
     output, batches = run
     losses = {
         int(line["global_step/max_steps"].split("/")[0]): line["loss"] for line in log_lines(output) if "loss" in line
     }
-    rows, trained = Path(data).read_text().splitlines(), TrainedSteps(output)
+    rows = Path(data).read_text().splitlines()
     with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
         for step, loss in losses.items():
-            found, (planned,) = trained.step(step).as_json(), seen(step=step)["steps"]
-            for pack in planned["packs"]:
-                del pack["lengths"]
-            for pack in found["packs"]:
-                del pack["lengths"]
+            found, (planned,) = trained_step(output, step).as_json(), seen(step=step)["steps"]
             assert found["packs"] == planned["packs"]
             assert found["loss"] == loss
             for pack in found["packs"]:
@@ -144,43 +138,26 @@ def test_steps_of_a_run_lead_to_the_packs_that_were_trained(small_folder, run, d
         with pytest.raises(ConfigError, match=f"step 999: the run has {len(losses)} steps"):
             seen(step=999)
     with pytest.raises(ConfigError, match=f"step 999 is not on record, which has steps 1 to {len(losses)}"):
-        trained.step(999)
-
-
-def test_jumps_of_the_loss_lead_to_their_packs(run, tmp_path):
-    """SEE-4: the largest first, each with the loss before it."""
-    output = Path(shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors", "*.pt")))
-    lines = [json.loads(line) for line in (output / "logging.jsonl").read_text().splitlines()]
-    for line, jump in zip([line for line in lines if "loss" in line][1:], (5.0, 0.0, 9.0), strict=False):
-        line["loss"] += jump
-    (output / "logging.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    losses = [line["loss"] for line in log_lines(output) if "loss" in line]
-    jumps = sorted(((after - before, step) for step, (before, after) in enumerate(pairwise(losses), 2)), reverse=True)
-    expected = [(step, losses[step - 2], losses[step - 1]) for jump, step in jumps if jump > 0][:2]
-    assert [step for step, *_ in expected] == [4, 2]
-    steps = TrainedSteps(output).spikes(2)
-    assert [(step.step, step.loss_before, step.loss) for step in steps] == expected
-    for step in steps:
-        assert [(pack.epoch, pack.number, pack.ids) for pack in step.packs] == recorded(output)[step.step]
+        trained_step(output, 999)
 
 
 def test_log_of_an_earlier_run_into_the_same_folder_is_not_read(small_folder, data, tmp_path):
-    """SEE-14: ms-swift appends to the log where add_version is false."""
+    """SEE-14: ms-swift appends to the log where add_version is false; the record of packs is appended to as well."""
     output = tmp_path / "out"
     with restored_environment():
         os.environ.update(OPTIONS)
         for num_epochs in (2, 1):
             train(flags(small_folder, output, data, save_strategy="no", num_train_epochs=num_epochs, seed=num_epochs))
-    lines = (output / "logging.jsonl").read_text().splitlines(keepends=True)
-    of_losses = [number for number, line in enumerate(lines) if line.startswith('{"loss"')]
-    for at in (of_losses[len(of_losses) * 2 // 3 - 1], of_losses[-1]):  # a jump at the end of either
-        lines[at] = re.sub(r'("loss": )\d', r"\g<1>9", lines[at])
-    (output / "logging.jsonl").write_text("".join(lines))
-    steps = TrainedSteps(output).spikes(9)
-    own = [line["loss"] for line in log_lines(output) if "loss" in line][len(of_losses) * 2 // 3 :]
-    jumps = {step: after for step, (one, after) in enumerate(pairwise(own), 2) if after > one}
-    assert {step.step: step.loss for step in steps} == jumps
-    assert len(own) in jumps
+    of_both = [line["loss"] for line in log_lines(output) if "loss" in line]
+    losses, own = of_both[len(of_both) * 2 // 3 :], list(recorded(output).items())
+    steps = [trained_step(output, step) for step in range(1, len(losses) + 1)]
+    assert [step.loss for step in steps] == losses
+    for step in steps:
+        packs = [(pack.epoch, pack.number, pack.ids) for pack in step.packs]
+        assert packs == dict(own)[step.step][-len(packs) :], "the later of two that have this number"
+        assert len(packs) < len(dict(own)[step.step])
+    with pytest.raises(ConfigError, match=f"which has steps 1 to {len(losses)}"):
+        trained_step(output, len(losses) + 1)
 
 
 def test_members_say_what_is_trained_and_what_is_not(small_folder, data, tmp_path):
@@ -220,20 +197,17 @@ def test_choices_of_packs(small_folder, data, tmp_path):
     with looking(flags(small_folder, tmp_path, data), num_ranks=2, environ=OPTIONS) as seen:
         everything = seen()
         overview = everything["overview"]
-        all_packs = seen(random=99)["packs"]
+        all_packs = [seen(pack=number)["packs"][0] for number in range(overview["num_packs"])]
         tokens = [pack["num_tokens"] for pack in all_packs]
         assert len(everything["packs"]) == 1
         assert overview["num_packs"] == len(all_packs)
         assert (overview["num_ranks"], len(all_packs) % 2) == (2, 0)
-        assert seen(longest=True)["packs"][0]["num_tokens"] == max(tokens)
-        assert seen(emptiest=True)["packs"][0]["num_tokens"] == min(tokens)
+        assert tokens[overview["longest"]] == max(tokens)
+        assert tokens[overview["emptiest"]] == min(tokens)
         (step,) = seen(step=1)["steps"]
         assert [pack["rank"] for pack in step["packs"]] == [0, 0, 1, 1]
         assert [pack["number"] for pack in step["packs"]] == [0, 2, 1, 3]
         assert [pack["number"] for pack in all_packs if pack["step"] == 1] == [0, 1, 2, 3]
-        twice = [[pack["number"] for pack in seen(random=2, seed=seed)["packs"]] for seed in (1, 1)]
-        assert twice[0] == twice[1]
-        assert len(twice[0]) == 2
 
 
 @needs_chromium
@@ -266,7 +240,7 @@ def test_parts_of_a_row_are_found_as_samples(small_folder, tmp_path):
         os.environ.update({**OPTIONS, "VLPACK_PACKING_OVERFLOW": "split"})
         train(flags(small_folder, output, data, num_train_epochs=1, gradient_accumulation_steps=1))
     for step, packs in recorded(output).items():
-        (pack,) = TrainedSteps(output).step(step).packs
+        (pack,) = trained_step(output, step).packs
         assert [pack.ids] == [names for _, _, names in packs]
     with looking(flags(small_folder, output, data), environ={**OPTIONS, "VLPACK_PACKING_OVERFLOW": "split"}) as seen:
         names = [one["id"] for pack in seen(sample="train:4")["packs"] for one in pack["members"]]

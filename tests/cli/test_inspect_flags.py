@@ -6,7 +6,7 @@ import pytest
 
 from swift_vlpack.cli import inspect, main
 from swift_vlpack.cli.in_run import command_and_flags
-from swift_vlpack.runlog.pack_log import PackLog, pack_file
+from tests.cli.test_trained_steps import train_segment
 
 
 @pytest.fixture
@@ -26,26 +26,26 @@ def became(monkeypatch):
 def test_flags_of_the_command_and_those_of_the_run_are_told_apart(became):
     """SEE-2"""
     main(["inspect", "pt", "--model", "/m", "--dataset", "d", "--pack", "3", "--epoch", "1", "--seed", "5"])
-    assert (became["command"], became["flags"]) == ("pt", ["--model", "/m", "--dataset", "d", "--seed", "5"])
+    assert (became["command"], became["flags"]) == ("pt", ["--model", "/m", "--seed", "5", "--dataset", "d"])
     assert (became["args"].pack, became["args"].epoch) == (3, 1)
-    main(["inspect", "--config", "c.yaml", "--random", "2", "--seed", "5"])
-    assert became["flags"] == ["c.yaml"], "a seed of the choice is none of the run"
-    assert (became["args"].random, became["args"].seed) == (2, 5)
 
 
 def test_newest_version_in_the_output_dir_is_the_run(tmp_path, capsys):
-    """SEE-4: ms-swift puts every run into a version of its own; ten of them are more than two."""
+    """SEE-3: ms-swift puts every run into a version of its own; ten of them are more than two."""
     for version in ("v2-20260101-000000", "v10-20260102-000000"):
-        PackLog(pack_file(tmp_path / version, 0)).append([{"step": 3, "epoch": 0, "pack": 0, "ids": [f"{version}:0"]}])
+        train_segment(tmp_path / version, (3,), 1, version)
     assert main(["inspect", "--run", str(tmp_path), "--step", "3"]) == 0
-    assert "v10-20260102-000000:0" in capsys.readouterr().out
+    assert "v10-20260102-0000000:3" in capsys.readouterr().out
     assert main(["inspect", "--run", str(tmp_path / "v2-20260101-000000"), "--step", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"][0]["packs"][0]["ids"] == ["v2-20260101-000000:0"]
-    for argv, said in (([], "give --step N or --loss-spikes"), (["--step", "9"], "has steps 3 to 3")):
+    assert json.loads(capsys.readouterr().out)["steps"][0]["packs"][0]["ids"] == ["v2-20260101-0000000:3"]
+    for argv, said in (([], "give --step N; packs are those of --config"), (["--step", "9"], "has steps 3 to 3")):
         assert main(["inspect", "--run", str(tmp_path), *argv]) == 2
         assert said in capsys.readouterr().err
     assert main(["inspect", "--run", str(tmp_path / "nothing"), "--step", "1"]) == 2
     assert "no such directory" in capsys.readouterr().err
+    (tmp_path / "v10-20260102-000000" / "vlpack" / "run.jsonl").unlink()
+    assert main(["inspect", "--run", str(tmp_path), "--step", "3"]) == 2
+    assert "run.jsonl) is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def test_newest_version_in_the_output_dir_is_the_run(tmp_path, capsys):
         (["--pack", "1", "--step", "2"], "--pack and --step are different things to look at"),
         (["--pack", "-1"], "--pack must be at least 0"),
         (["--step", "0"], "--step must be at least 1"),
-        (["--random", "0"], "--random must be at least 1"),
-        (["--loss-spikes"], "name its output_dir with --run"),
+        (["--run", ".", "--step", "1", "--html", "x.html"], "--html is a page of packs, which --run has not"),
         (["--step", "3", "--epoch", "1"], "steps are counted through the whole run"),
         (["--html", "no/such/folder/x.html"], "no such directory"),
         (["--html", "/"], "--html / is a directory; name a file in it"),

@@ -10,7 +10,7 @@ from tests.runlog.test_segments import train
     ("make", "told"),
     [
         (lambda path: None, "no such directory"),
-        (lambda path: path.mkdir(), "is no run: it has neither vlpack/ nor logging.jsonl nor a checkpoint"),
+        (lambda path: path.mkdir(), "is no run: it has neither vlpack/ nor logging.jsonl, and no version folder"),
         (lambda path: path.write_text(""), "no such directory"),
     ],
     ids=["nothing", "empty", "file"],

@@ -1,6 +1,5 @@
 """`vlpack schema`: what editors complete and check by is what the commands take."""
 
-import ast
 import json
 import re
 from dataclasses import fields
@@ -12,10 +11,9 @@ import yaml
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.cli import main
-from swift_vlpack.cli.schema import schema_text, training_schema, versions_comment
-from swift_vlpack.cli.schema_values import flag_schema
+from swift_vlpack.cli.schema import schema_text, training_schema
 from swift_vlpack.config import RECORD_PACKS, RESTART, RESUME_DATA, option_names
-from swift_vlpack.host.swift_flags import Flag, flag_names, flags
+from swift_vlpack.host.swift_flags import flag_names
 from swift_vlpack.rows.fusion_config import SourceSpec
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,12 +43,9 @@ def test_files_in_configs_are_what_the_command_writes(form, tmp_path, capsys):
     written = capsys.readouterr().out
     assert main(["schema", *flags_of_command, "--output", str(tmp_path / "made.json")]) == 0
     assert (tmp_path / "made.json").read_text() == written == schema_text(form)
-    committed, made = json.loads(FILES[form].read_text()), json.loads(written)
-    if form != "training" or committed["$comment"] == made["$comment"]:
-        assert committed == made, f"run `vlpack {' '.join(['schema', *flags_of_command])} --output {FILES[form]}`"
-    else:  # another ms-swift has other options of its own
-        ours = [*option_names(), "ENV"]
-        assert [committed["properties"][name] for name in ours] == [made["properties"][name] for name in ours]
+    assert FILES[form].read_text() == written, (
+        f"run `vlpack {' '.join(['schema', *flags_of_command])} --output {FILES[form]}`"
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -65,14 +60,10 @@ def test_every_config_names_its_schema_and_fits_it(path):
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("packing_bufer: 3", "'packing_bufer' was unexpected"),
-        ("lerning_rate: 1", "'lerning_rate' was unexpected"),
         ("packing_mode: sometimes", "'sometimes' is not one of ['auto', 'plan', 'buffer']"),
         ("packing_buffer: many", "'many'"),
         ("packing_drop_last: maybe", "'maybe'"),
         ("ENV: {VLPACK_PACKING_LOSS: loud}", "'loud' is not one of"),
-        ("torch_dtype: float99", "'float99'"),
-        ("lora_rank: [8, 16]", "[8, 16]"),
         ("ENV: MAX_PIXELS", "'MAX_PIXELS' is not of type 'object'"),
     ],
 )
@@ -82,29 +73,27 @@ def test_mistakes_are_marked(content, part, validator):
 
 
 def test_what_the_commands_take_is_not_marked(validator):
-    """CLI-20: YAML knows no `1e-4`, a single data set is a list of one, a strategy may be one's own."""
+    """CLI-20: YAML knows no `1e-4`, a strategy may be one's own; and no key of ms-swift is an error."""
     content = yaml.safe_load(
-        "{learning_rate: 1e-4, dataset: a.jsonl, packing_strategy: 'my.module:mine', packing_pad_to: 64, "
-        "packing_max_images: null, packing_drop_last: 'false', packing_length: '8192', deepspeed: zero2, "
-        "model: 2024, lr_scheduler_kwargs: {min_lr: 1.0e-6}, lora_rank: 8, num_train_epochs: 2, "
+        "{packing_strategy: 'my.module:mine', packing_pad_to: 64, packing_min_fill_ratio: 5e-1, "
+        "packing_max_images: null, packing_drop_last: 'false', packing_length: '8192', "
         "ENV: {NPROC_PER_NODE: 8, ANY_OTHER: x, VLPACK_PACKING_BUFFER: '256'}}"
     )
-    assert problems(validator, content) == []
+    of_swift = {name: [1, "a", {"b": None}] for name in flag_names() - set(option_names())}
+    assert len(of_swift) > 300
+    assert problems(validator, {**of_swift, **content, "lerning_rate": 1}) == []
 
 
 def test_every_option_has_its_help_and_default(validator):
     """CLI-20"""
     properties = validator.schema["properties"]
-    assert set(properties) == {*option_names(), *flag_names(), "ENV"}
+    assert set(properties) == {*option_names(), "ENV"}
     for spec in fields(PackingConfig):
         assert properties[spec.name]["description"] == spec.metadata["help"]
         if spec.name != "packing_length":
             assert properties[spec.name]["default"] == spec.default
     variables = properties["ENV"]["properties"]
     assert variables["VLPACK_PACKING_MODE"]["enum"] == ["auto", "plan", "buffer"]
-    described = [name for name in flag_names() if "description" in properties[name]]
-    assert len(described) > 0.8 * len(flag_names())
-    assert "weight decay" in properties["weight_decay"]["description"].lower()
     fusion = json.loads(schema_text("fusion"))
     sources = fusion["properties"]["sources"]["items"]["anyOf"][1]["properties"]
     assert list(sources) == [spec.name for spec in fields(SourceSpec)]
@@ -116,27 +105,6 @@ def test_fusion_file_with_a_mistake_is_marked():
     assert problems(fusion, {"sources": ["a.jsonl", {"dataset": "b.jsonl", "ratio": 0.5}]}) == []
     for wrong in ({"sources": [{"ratio": 1}]}, {"sources": [{"dataset": "b", "rate": 1}]}, {}, {"sources": {}}):
         assert problems(fusion, wrong) != []
-
-
-def test_without_ms_swift_other_keys_pass(monkeypatch):
-    """CLI-20: nobody knows them."""
-    monkeypatch.setattr("swift_vlpack.cli.schema.flags", dict)
-    without = jsonschema.Draft7Validator(training_schema())
-    assert problems(without, {"model": "m", "packing_buffer": 8}) == []
-    assert problems(without, {"packing_buffer": "many"}) != []
-
-
-def test_defaults_and_texts_of_flags_are_read_from_source():
-    """CLI-20"""
-    from swift.arguments import SftArguments
-
-    defaults = {spec.name: spec.default for spec in fields(SftArguments)}
-    said = {name: schema["default"] for name, flag in flags().items() if "default" in (schema := flag_schema(flag))}
-    assert len(said) > 150
-    assert {name: default for name, default in said.items() if defaults[name] != default} == {}
-    annotation = ast.parse("Optional[int]", mode="eval").body
-    assert "default" not in flag_schema(Flag(annotation, ast.parse("os.cpu_count()", mode="eval").body, ""))
-    assert "ms-swift 4." in versions_comment()
 
 
 def test_variables_have_the_values_that_they_take():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.state import FILE
 from swift_vlpack.runlog.folder import find_run
@@ -150,23 +151,10 @@ def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
     report = epoch_report(third)
     assert report["is_closed"]
     assert (report["num_read"], report["num_samples"], report["num_packs"]) == (NUM_ROWS, NUM_ROWS, NUM_ROWS)
-    assert_reported_as_one_run([first, second, third], packs)
-
-
-def assert_reported_as_one_run(folders, packs):
-    """REPORT-6 REPORT-7: three segments in three folders, on two, two and one rank, two of which were killed."""
-    report = run_report(find_run(folders[-1]))
-    assert report["run"]["num_ranks"] == [2, 2, 1]
-    assert report["run"]["has_ended"] is True
-    assert report["trained"]["num_samples"] == NUM_ROWS, "none twice, although steps were"
-    assert report["trained"]["num_packs"] == len([pack for pack in packs if pack["ids"]])
-    assert [entry["event"] for entry in report["timeline"] if entry["event"] in ("start", "resume", "last sign")] == [
-        "start", "last sign", "resume", "last sign", "resume",
-    ]  # fmt: skip
-    assert 1 <= report["balance"]["trained"] < 2
-    stopped = run_report(find_run(folders[0]))
-    assert (stopped["run"]["has_ended"], stopped["run"]["num_ranks"]) == (False, [2])
-    assert 0 < stopped["trained"]["num_samples"] <= len(ids(trained(folders[0])))
+    for folder, num_ranks, has_ended in ((first, 2, False), (second, 2, False), (third, 1, True)):
+        report = run_report(find_run(folder))
+        assert (report["run"]["has_ended"], report["run"]["num_ranks"]) == (has_ended, [num_ranks]), "REPORT-7"
+        assert 0 < report["trained"]["num_samples"] <= len(ids(trained(folder)))
 
 
 @pytest.mark.slow
@@ -193,7 +181,7 @@ def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, small_folder, dat
 
 @pytest.mark.slow
 def test_three_ranks_go_on_from_two(killed, small_folder, dataset, tmp_path):
-    """RESUME-4 SEE-3 SEE-4: into the same folder, in which every step then leads to the packs of its ranks."""
+    """RESUME-4 SEE-3 REPORT-7: in the same folder, which is one report, and steps lead to the packs of their ranks."""
     output = tmp_path / "out"
     shutil.copytree(killed[0], output, symlinks=True)
     lost = trained(output)
@@ -206,11 +194,14 @@ def test_three_ranks_go_on_from_two(killed, small_folder, dataset, tmp_path):
     packs = [pack for pack in lost if pack["step"] <= step_of(checkpoint)]
     packs += [pack for pack in trained(output) if pack["step"] > step_of(checkpoint) and pack not in lost]
     assert ids(packs) == ALL
-    with looking_back(output) as seen:
-        for step in {pack["step"] for pack in packs}:
-            (found,) = seen(step=step)["steps"]
-            by_rank = {f"packs_rank{pack['rank']}": list(pack["ids"]) for pack in found["packs"]}
-            assert by_rank == {pack["rank"]: pack["ids"] for pack in packs if pack["step"] == step}
+    report = run_report(find_run(output))
+    assert (report["run"]["num_ranks"], report["run"]["has_ended"]) == ([2, 3], True)
+    assert report["trained"]["num_samples"] == NUM_ROWS, "none twice, although steps were"
+    assert report["trained"]["num_packs"] == len([pack for pack in packs if pack["ids"]])
+    assert 1 <= report["balance"]["trained"] < 2
+    for step in {pack["step"] for pack in packs}:
+        by_rank = {f"packs_rank{pack.rank}": pack.ids for pack in trained_step(output, step).packs}
+        assert by_rank == {pack["rank"]: pack["ids"] for pack in packs if pack["step"] == step}
 
 
 OTHER_OPTIONS = {  # flags, then variables, of rank 1 only

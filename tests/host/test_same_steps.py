@@ -14,8 +14,8 @@ from swift.template import Template
 
 from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
+from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.errors import ConfigError, StateMismatch
-from tests.cli.test_inspect import looking_back
 from tests.data_rows import text_row
 from tests.family_models import FAMILIES
 from tests.host.runs import argv, epoch_report, packed_argv, train
@@ -330,10 +330,9 @@ def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder
     assert "8 in 2 epochs, 4 an epoch, as many as un-packed" in text
     assert "the same 6 samples as un-packed" in text
     assert re.search(r"lower bound +\d+ packs?, if steps could share packs", text)
-    with looking_back(tmp_path / "out") as seen:
-        for step, rows in enumerate(steps, 1):
-            (found,) = seen(step=step)["steps"]
-            assert sorted(int(one.rpartition(":")[2]) for pack in found["packs"] for one in pack["ids"]) == rows
+    for step, rows in enumerate(steps, 1):
+        packs = trained_step(tmp_path / "out", step).packs
+        assert sorted(int(one.rpartition(":")[2]) for pack in packs for one in pack.ids) == rows
 
 
 def test_a_row_that_cannot_be_read_leaves_its_step_one_smaller(small_folder, tmp_path, options, caplog):

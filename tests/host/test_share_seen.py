@@ -12,7 +12,7 @@ from swift_vlpack.cli.inspect import inspect_text
 from swift_vlpack.cli.inspect_run import InspectRequest, look
 from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
-from swift_vlpack.cli.trained_steps import TrainedSteps
+from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.host.run import run_of
 from swift_vlpack.pages.report import sections
 from swift_vlpack.pages.report_page import report_page
@@ -206,5 +206,5 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
     assert (len(shown), set(shown.values())) == (len(rows), {1})
     assert sum(len(pack.get("prefixes", [])) for pack in packs) == 3
     assert " shared)" in text
-    assert any(any(pack.shared) for pack in TrainedSteps(output.path).step(step).packs), "and from the log"
+    assert any(any(pack.shared) for pack in trained_step(output.path, step).packs), "and from the log"
     assert "prefix of" in text

@@ -85,7 +85,9 @@ def content(page):
 def test_page_without_a_pack_says_so():
     """SEE-8"""
     step = StepShown(
-        step=3, packs=[TrainedPack(rank=0, epoch=0, number=1, ids=[NASTY], where=[NASTY])], known_from="record"
+        step=3,
+        packs=[TrainedPack(rank=0, epoch=0, number=1, ids=[NASTY], where=[NASTY], lengths=[1])],
+        known_from="record",
     )
     page, said = made([], steps=[step])
     assert said == "0 packs"
@@ -101,8 +103,8 @@ def test_page_names_model_and_data_and_no_home():
     assert Elements(page).inside["title"].strip() == "Packs: tiny on photos"
     assert "jane" not in page
     assert page.count("~/data/a.jsonl:2") == page.count("~/pictures/a.jpg'") == 1
-    trained = TrainedPack(rank=0, epoch=0, number=1, ids=["chat:1"], where=["/home/jane/data/a.jsonl:2"])
-    page, _ = made([], steps=[StepShown(step=3, packs=[trained], known_from="record", notes=[f"see {HOME}"])])
+    trained = TrainedPack(rank=0, epoch=0, number=1, ids=["chat:1"], where=["/home/jane/data/a.jsonl:2"], lengths=[1])
+    page, _ = made([], steps=[StepShown(step=3, packs=[trained], known_from="record")])
     assert Elements(page).inside["title"].strip() == "Packs of step 3: chat"
     assert "jane" not in page
 
