@@ -196,7 +196,9 @@ class PackingConfig:
         "folder in which the lengths of rows are remembered; none: vlpack/lengths in ms-swift's cache folder",
         decides=_OF_RUN,
     )
-    eval_packing: bool = _option(False, "pack the evaluation data too", decides=_OF_RUN)
+    eval_packing: bool = _option(
+        False, "pack the evaluation data too; eval_loss is then the mean over all target tokens", decides=_OF_RUN
+    )
     fusion_config: str | None = _option(
         None, "YAML file of sources and their ratios; none: --dataset, ratio 1 each", decides=_OF_RUN
     )
