@@ -19,6 +19,7 @@ from swift.trainers import Seq2SeqTrainer
 
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PACKS, PackingConfig
+from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import num_targets
@@ -77,32 +78,29 @@ class EvaluatesRows(Seq2SeqTrainer):
     """The part of the trainer that evaluates padded batches of rows, or packs."""
 
     is_evaluating = False
-    _losses_evaluated: dict[int, tuple[float, int]]
-    """By number of the pack: its summed loss, and its target tokens. Ranks may evaluate a pack twice to be even."""
+    _packs_evaluated: dict[int, tuple[float, int, int]]
+    """By number of the pack: its summed loss, target tokens and samples. Ranks may evaluate a pack twice to be even."""
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows. Packs are loaded one at a time, and none is dropped."""
-        if not isinstance(dataset, PlannedPackingDataset):
+        if not isinstance(dataset, Packs):
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
         with _set(self.args, dataloader_drop_last=False):
             return super()._get_dataloader(dataset, description, 1, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Evaluate batches of rows, or packs, whose loss is then the mean over their target tokens."""
-        packs = dataloader.dataset
-        if not isinstance(packs, PlannedPackingDataset):
+        if not isinstance(dataloader.dataset, Packs):
             return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        self._losses_evaluated = {}
+        self._packs_evaluated = {}
         # A pack gives the mean over its own targets, not its share of those of the packs on other ranks.
         with _set(self.args, average_tokens_across_devices=False):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        of_packs: dict[int, tuple[float, int]] = {}
-        for of_rank in gathered(self._losses_evaluated, "the losses of an evaluation"):
-            of_packs |= of_rank
-        num_tokens = sum(num for _, num in of_packs.values())
-        total = sum(total for total, _ in of_packs.values())
+        of_ranks = gathered(self._packs_evaluated, "the losses of an evaluation")
+        of_packs = {number: pack for of_rank in of_ranks for number, pack in of_rank.items()}
+        total, num_tokens, num_samples = (sum(numbers) for numbers in zip(*of_packs.values(), strict=True))
         output.metrics[f"{metric_key_prefix}_loss"] = total / num_tokens if num_tokens else math.nan
-        return output._replace(num_samples=len(packs.plan.members))
+        return output._replace(num_samples=num_samples)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate a padded batch, or a pack."""
@@ -116,8 +114,9 @@ class EvaluatesRows(Seq2SeqTrainer):
                 loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             self.is_evaluating = False
-        if record is not None and num_tokens:  # the loss of a pack without targets is NaN
-            self._losses_evaluated[record.number] = float(loss) * num_tokens, num_tokens
+        if record is not None:
+            total = float(loss) * num_tokens if num_tokens else 0.0  # the loss of a pack without targets is NaN
+            self._packs_evaluated[record.number] = total, num_tokens, len(record.sample_ids)
         return loss, *others
 
     def compute_loss(
