@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "VLPACK_"
 RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
+RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
-NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
+NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 """Variables with our prefix that are no packing options: they concern one start of a run, not its packs."""
 PACKS, SAMPLES = "packs", "samples"
 MEDIA = "media"
