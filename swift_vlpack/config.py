@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "VLPACK_"
 RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
+RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
-NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
+NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 """Variables with our prefix that are no packing options: they concern one start of a run, not its packs."""
 PACKS, SAMPLES = "packs", "samples"
 MEDIA = "media"
@@ -193,7 +194,9 @@ class PackingConfig:
         "folder in which the lengths of rows are remembered; none: vlpack/lengths in ms-swift's cache folder",
         decides=_OF_RUN,
     )
-    eval_packing: bool = _option(False, "pack the evaluation data too", decides=_OF_RUN)
+    eval_packing: bool = _option(
+        False, "pack the evaluation data too; eval_loss is then the mean over all target tokens", decides=_OF_RUN
+    )
     fusion_config: str | None = _option(
         None, "YAML file of sources and their ratios; none: --dataset, ratio 1 each", decides=_OF_RUN
     )

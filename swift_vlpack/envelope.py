@@ -17,8 +17,8 @@ from typing import Any
 
 from swift_vlpack.errors import StateMismatch
 
-VERSION = 2
-"""Format of saved states. Version 1 had only digests of lengths, so a lost file looked like other data."""
+VERSION = 3
+"""Format of saved states. Version 2 had digests of whole files, and options of ms-swift in the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)

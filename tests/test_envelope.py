@@ -27,10 +27,10 @@ def test_every_differing_field_is_named_with_both_values():
 @pytest.mark.parametrize(
     ("envelope", "message"),
     [
-        ({**seal("plan", {}, {}), "version": 99}, "format version 99; this package reads version 2"),
+        ({**seal("plan", {}, {}), "version": 99}, "format version 99; this package reads version 3"),
         (seal("packer", {}, {}), "a saved packer state, not a plan state"),
         ({"version": 1}, "not a saved plan state"),
-        ({**seal("plan", {}, {}), "version": 1}, "format version 1; this package reads version 2"),
+        ({**seal("plan", {}, {}), "version": 1}, "format version 1; this package reads version 3"),
         (["x"], "not a saved plan state"),
     ],
 )

@@ -20,8 +20,10 @@ from swift_vlpack.config import (
     ENV_PREFIX,
     NO_OPTIONS,
     RECORD_PACKS,
+    REPLACED,
     RESTART,
     RESUME_DATA,
+    RESUME_FILES,
     PackingConfig,
 )
 from swift_vlpack.errors import ConfigError
@@ -55,6 +57,7 @@ _VARIABLES = {
     "HF_ENDPOINT": "another address of the Hugging Face hub",
     "MODELSCOPE_CACHE": "where ms-swift keeps models and data sets",
     RESUME_DATA: "let a resumed run begin its data anew",
+    RESUME_FILES: "let a resumed run take files of its checkpoint that were replaced on purpose",
     RECORD_PACKS: "true: keep every trained pack in vlpack/packs_rankN.jsonl, not the latest alone; false: keep none",
 }
 _IN_FUSION = re.compile(r"^ *(?:- )?(\w+): .*?# (.*)$", re.MULTILINE)
@@ -130,6 +133,7 @@ def _variables() -> dict[str, Schema]:
         schema.pop("default", None)
     others: dict[str, Schema] = {name: {"description": text} for name, text in _VARIABLES.items()}
     others[RESUME_DATA]["enum"] = [RESTART]
+    others[RESUME_FILES]["enum"] = [REPLACED]
     assert set(NO_OPTIONS) <= set(others)
     return {**packing, **others}
 

@@ -72,12 +72,9 @@ class Feed(ABC):
     state_shape: ClassVar[Mapping[str, Any]]
     """The shape of `state()`, with which a saved state is checked."""
 
-    def __init__(
-        self, packs: Packs, *, objective: Mapping[str, Any] | None = None, unpacked_batch_size: int = 1
-    ) -> None:
-        """Feed from these packs. `objective` has the settings of training that go into the fingerprint."""
+    def __init__(self, packs: Packs, *, unpacked_batch_size: int = 1) -> None:
+        """Feed from these packs."""
         self.packs = packs
-        self.objective = dict(objective or {})
         self.unpacked_batch_size = unpacked_batch_size
         """Samples in a batch without packing, with which the padding that packing saves is compared."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
@@ -94,7 +94,8 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if self._plan.epoch != self.epoch:
             raise DataError(
                 f"this dataloader worker has the packs of epoch {self._plan.epoch}, and epoch {self.epoch} is set: "
-                "leave persistent_workers out, so that every epoch starts workers of its own"
+                "give the loader sampler=packs.sampler, or leave persistent_workers out, so that every epoch starts "
+                "workers of its own"
             )
         return self._plan
 
@@ -169,12 +170,30 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         """Return the address of pack `number` of the epoch."""
         return address_of(self.epoch_plan, number)
 
+    @property
+    def sampler(self) -> Sampler[PackAddress]:
+        """Return a sampler for a loader with persistent workers: `DataLoader(packs, sampler=packs.sampler, ...)`."""
+        return AddressSampler(self)
+
     def preview(self, num_samples: int) -> Iterator[Encoded]:
         """Yield the first samples of the epoch, encoded when they are asked for; skip rows that fail."""
         epoch = self.epoch_plan
         tried = epoch.samples(epoch.packs.members[: num_samples + MOST_FAILURES_OF_PREVIEW].tolist())
         samples = (self.dataset.sample_or_error(Address(*where)) for where in tried)
         return islice((sample for sample in samples if not isinstance(sample, SampleError)), num_samples)
+
+
+class AddressSampler(Sampler[PackAddress]):
+    """Yield the addresses of all packs of the epoch that is set, from which workers of any epoch encode packs."""
+
+    def __init__(self, packs: PlannedPackingDataset) -> None:
+        self.packs = packs
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __iter__(self) -> Iterator[PackAddress]:
+        return map(self.packs.address, range(len(self)))
 
 
 def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, num_ranks: int) -> Recipe:

@@ -137,7 +137,6 @@ class PlannedFeed(Feed):
             **self.config.pack_options(),
             **self.config.step_options(),
             **self.config.objective(),
-            **self.objective,
         }
 
     def state(self) -> dict[str, Any]:

@@ -178,7 +178,6 @@ class StreamedFeed(Feed):
             **(self.saved_rows.fingerprint(self.dataset.mix) if self.sources else _of_stream(self.dataset)),
             **self.config.pack_options(),
             **self.config.objective(),
-            **self.objective,
         }
 
     def state(self) -> dict[str, Any]:

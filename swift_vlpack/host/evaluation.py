@@ -1,12 +1,17 @@
 """Evaluate padded batches of rows or, under `eval_packing`, packs: then `eval_loss` is the mean over all target tokens.
 
 By default, evaluation rows are not packed but padded, by the template that packs the training rows. A mean over packs
-would weigh the tokens of a short pack more than those of a full one, so packs are weighed by their target tokens.
+would weigh the tokens of a short pack more than those of a full one, so packs are weighed by their target tokens:
+
+    rank 0: {0: (25.0, 10 targets), 2: (1.6, 2 targets)}    rank 1: {1: (4.4, 4 targets)}    eval_loss 31.0 / 16
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from swift.dataset import LazyLLMDataset
@@ -58,7 +63,7 @@ def evaluation_data(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
 def _without_loss_of_rows(config: PackingConfig) -> PackingConfig:
     """Return options that keep every row, and keep it whole, because an evaluation averages over all rows."""
     return dataclasses.replace(
-        config.without_sharing(),  # a loss of every row is cut out of the sequence, which has no prefixes then
+        config.without_sharing(),  # the positions that are no targets are found by samples, not by branches
         packing_batch=PACKS,  # an evaluation has no steps
         packing_drop_last=False,
         packing_overflow="keep",
@@ -71,31 +76,29 @@ class EvaluatesRows(Seq2SeqTrainer):
     """The part of the trainer that evaluates padded batches of rows, or packs."""
 
     is_evaluating = False
-    _losses_evaluated: dict[int, tuple[float, int]]
-    """By number of the pack: its summed loss, and its target tokens. Ranks may evaluate a pack twice to be even."""
+    _packs_evaluated: dict[int, tuple[float, int, int]]
+    """By number of the pack: its summed loss, target tokens and samples. Ranks may evaluate a pack twice to be even."""
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows. Packs are loaded one at a time, and none is dropped."""
         if not isinstance(dataset, Packs):
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
-        try:
+        with _set(self.args, dataloader_drop_last=False):
             return super()._get_dataloader(dataset, description, 1, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = drop_last
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Evaluate batches of rows, or packs, whose loss is then the mean over their target tokens."""
-        self._losses_evaluated = {}
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not isinstance(dataloader.dataset, Packs):
-            return output
-        of_packs: dict[int, tuple[float, int]] = {}
-        for of_rank in gathered(self._losses_evaluated, "the losses of an evaluation"):
-            of_packs |= of_rank
-        total, num_tokens = (sum(values) for values in zip(*of_packs.values(), strict=True))
-        output.metrics[f"{metric_key_prefix}_loss"] = total / num_tokens
-        return output._replace(num_samples=len(dataloader.dataset.plan.members))
+            return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._packs_evaluated = {}
+        # A pack gives the mean over its own targets, not its share of those of the packs on other ranks.
+        with _set(self.args, average_tokens_across_devices=False):
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        of_ranks = gathered(self._packs_evaluated, "the losses of an evaluation")
+        of_packs = {number: pack for of_rank in of_ranks for number, pack in of_rank.items()}
+        total, num_tokens, num_samples = (sum(numbers) for numbers in zip(*of_packs.values(), strict=True))
+        output.metrics[f"{metric_key_prefix}_loss"] = total / num_tokens if num_tokens else math.nan
+        return output._replace(num_samples=num_samples)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate a padded batch, or a pack."""
@@ -109,8 +112,9 @@ class EvaluatesRows(Seq2SeqTrainer):
                 loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             self.is_evaluating = False
-        if record is not None and num_tokens:  # the loss of a pack without targets is NaN
-            self._losses_evaluated[record.number] = float(loss) * num_tokens, num_tokens
+        if record is not None:
+            total = float(loss) * num_tokens if num_tokens else 0.0  # the loss of a pack without targets is NaN
+            self._packs_evaluated[record.number] = total, num_tokens, len(record.sample_ids)
         return loss, *others
 
     def compute_loss(
@@ -122,3 +126,14 @@ class EvaluatesRows(Seq2SeqTrainer):
         if self.label_smoother is not None:  # ms-swift does not pass the number of items to a label smoother
             self.label_smoother.num_items = num_items_in_batch
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+@contextmanager
+def _set(options: Any, **values: Any) -> Iterator[None]:
+    """Give options these values inside the block."""
+    before = {name: getattr(options, name) for name in values}
+    vars(options).update(values)
+    try:
+        yield
+    finally:
+        vars(options).update(before)

@@ -11,7 +11,6 @@ from swift.dataloader import DataLoaderShard
 from swift_vlpack.errors import VLPackError
 from swift_vlpack.feed.collate import Batch, Collator, WorkerCollator
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.host.garbage import shared_with_forks
 from swift_vlpack.rows.randomness import own_generator
 
 SECONDS_TO_DIE = 1.0
@@ -57,9 +56,8 @@ class PackLoader(DataLoaderShard):
             ) from error
 
     def _get_iterator(self) -> Any:
-        with shared_with_forks():
-            # Keep the iterator, because only the iterator knows the worker processes.
-            self._reading = super()._get_iterator()
+        # Keep the iterator, because only the iterator knows the worker processes.
+        self._reading = super()._get_iterator()
         return self._reading
 
     def _dead_workers(self) -> list[str]:

@@ -39,10 +39,9 @@ from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import branch_template, reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
-from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.plain_order import unpacked_rows
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
-from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
+from swift_vlpack.host.same_on_ranks import check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
@@ -91,13 +90,15 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
     if config.shares_media:
         refuse_sharing(template.config)
     if plans_ahead(args):
-        sources, val_rows = _same_sources(args, config)
+        sources, val_rows = load_sources(args, config)
         return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
     rows, val_rows = _unmeasured_rows(args, template, config)
     packs = StreamedPackingDataset(
         rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
     )
-    return StreamedFeed(packs, args.training_args.dataloader_num_workers, **_of_run(args)), val_rows
+    return StreamedFeed(
+        packs, args.training_args.dataloader_num_workers, unpacked_batch_size=unpacked_batch_size(args)
+    ), val_rows
 
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
@@ -136,12 +137,7 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
     _warn_of_length(args, config, plan.lengths[plan.lengths > 0])
     if is_master() and (warning := long_sequence_warning(plan.packs.num_tokens_per_pack, config)):
         logger.warning(f"packing: {warning}")
-    return PlannedFeed(packs, **_of_run(args))
-
-
-def _of_run(args: Any) -> dict[str, Any]:
-    """Return the settings of training that every kind of feed takes."""
-    return {"objective": objective_of(args), "unpacked_batch_size": unpacked_batch_size(args)}
+    return PlannedFeed(packs, unpacked_batch_size=unpacked_batch_size(args))
 
 
 def _unmeasured_rows(
@@ -150,17 +146,8 @@ def _unmeasured_rows(
     """Load the rows of a streamed feed, from a stream or from sized data, and the validation rows."""
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
-    sources, val_rows = _same_sources(args, config)
-    return fused(sources, template, args, config), val_rows
-
-
-def _same_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], Any]:
-    """Load the sources and the validation rows. Stops if files that training rows name differ between ranks."""
     sources, val_rows = load_sources(args, config)
-    # Check before the length pass: if one rank lacks a file, its failure would be cached for all ranks.
-    for source in sources:
-        check_same_files(source, RanksOfRun())
-    return sources, val_rows
+    return fused(sources, template, args, config), val_rows
 
 
 def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:

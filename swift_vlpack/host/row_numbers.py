@@ -60,14 +60,11 @@ def column(dataset: Dataset, name: str) -> NDArray[Any]:
 def _preprocessed(
     preprocess_func: Callable[..., Any], dataset: Dataset, kwargs: dict[str, Any]
 ) -> tuple[Any, NDArray[np.int64] | None]:
-    # A column of that name is the user's own, and its values are no row numbers.
-    if ROW in dataset.column_names:
-        return preprocess_func(dataset, **kwargs), None
-    numbered = dataset.add_column(ROW, np.arange(len(dataset)))
     numbering = _numbering(preprocess_func)
-    if numbering is None:
+    # A column of that name is the user's own, and its values are no row numbers.
+    if numbering is None or ROW in dataset.column_names:
         return preprocess_func(dataset, **kwargs), None
-    rows = numbering(numbered, **kwargs)
+    rows = numbering(dataset.add_column(ROW, np.arange(len(dataset))), **kwargs)
     numbers = _numbers(rows, len(dataset))
     return (rows.remove_columns(ROW) if ROW in rows.column_names else rows), numbers
 

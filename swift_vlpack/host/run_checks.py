@@ -171,7 +171,7 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
         (
             config.eval_packing and get("eval_metric"),
             f"--eval_metric {get('eval_metric')} with eval_packing",
-            "it is computed from rows, which packs are not (eval_loss and eval_token_acc are still those of rows); "
+            "it is computed from rows, which packs are not (eval_loss and eval_token_acc are still computed); "
             "leave one of them out",
         ),
         (get("use_flash_ckpt"), "--use_flash_ckpt true", "it says too early that a checkpoint is saved; leave it out"),

@@ -1,4 +1,4 @@
-"""Stop a run whose ranks differ: in versions, options, parameters, files that rows name, or validation rows.
+"""Stop a run whose ranks differ: in versions, options, parameters or validation rows.
 
 A rank that differs would hang the run, or silently train another model. Each check gathers plain values of all ranks,
 and raises `RanksDiffer`, which names what differs:
@@ -24,13 +24,12 @@ import transformers
 
 import swift_vlpack
 from swift_vlpack.comm import Comm
-from swift_vlpack.config import RESUME_DATA, PackingConfig
+from swift_vlpack.config import RESUME_DATA, RESUME_FILES, PackingConfig
 from swift_vlpack.envelope import differing_fields, shown_value
 from swift_vlpack.errors import VLPackError
 from swift_vlpack.feed.saved_rows import digest_of, rows_with_digest
 from swift_vlpack.host.ranks import gathered
-from swift_vlpack.rows.media import is_name, names_of_files, real_file
-from swift_vlpack.rows.source import Row, RowSource, row_bytes, rows_in_turn
+from swift_vlpack.rows.source import row_bytes, rows_in_turn
 
 OF_A_MACHINE = (
     *("local_rank", "device", "max_memory", "use_cpu", "dataloader_", "load_from_cache_file", "download_mode"),
@@ -45,7 +44,6 @@ COMPARED_BY_CONTENT = (
 )
 """Options with paths that may differ between machines. Parameters, rows and checkpoints are compared instead."""
 NUM_PARAMETERS_NAMED = 3
-NUM_ROWS_NAMED = 3
 NUM_ROWS_OF_STREAM = 16
 """First rows to compare of validation rows without a length."""
 
@@ -102,7 +100,7 @@ def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
     """
     options = {**vars_of(args.training_args), **vars_of(args), **vars_of(config)}
     compared = {name: content_of(value) for name, value in options.items() if _is_common(name)}
-    return {**compared, RESUME_DATA: os.environ.get(RESUME_DATA)}
+    return {**compared, **{variable: os.environ.get(variable) for variable in (RESUME_DATA, RESUME_FILES)}}
 
 
 def vars_of(options: Any) -> dict[str, Any]:
@@ -141,47 +139,25 @@ def _content_of_text(text: str) -> str:
     path = Path(text)
     try:
         # The content of folders is compared elsewhere: parameters, rows, states of checkpoints.
-        return (
-            "a folder"
-            if path.is_dir()
-            else f"a file of digest {digest_of(path.read_bytes())}"
-            if path.is_file()
-            else text
-        )
+        if path.is_dir():
+            return "a folder"
+        return f"a file of digest {_digest_of_file(path)}" if path.is_file() else text
     except OSError:  # too long for a path
         return text
 
 
-def check_same_files(source: RowSource, comm: Comm) -> None:
-    """Raise `RanksDiffer` on every rank if a file that a row names is missing on some ranks only, or differs in size.
-
-    Looks at 10,000 rows at most, and compares only sizes: to read every image is the cost that packing avoids.
-    """
-    if comm.num_ranks == 1:
-        return
-    indices = rows_with_digest(len(source.rows)).tolist()
-    mine = dict(zip(indices, map(_sizes_of_files, rows_in_turn(source.rows, indices)), strict=True))
-    digest = digest_of(repr(mine).encode())
-    if len({*comm.results_of_all(lambda: digest)}) == 1:
-        return
-    everyone = comm.results_of_all(lambda: mine)
-    differing = [index for index in indices if any(theirs.get(index) != everyone[0][index] for theirs in everyone)]
-    named = {index: f"{source.sample_id(index)} ({source.where(index)})" for index in differing[:NUM_ROWS_NAMED]}
-    refuse_differences(
-        f"files of source {source.name!r}, which {len(differing)} rows name",
-        [{named[index]: _said(theirs.get(index, {})) for index in named} for theirs in everyone],
-    )
-    # Always raise here: the digests differ, even if the few rows that were named do not.
-    raise RanksDiffer(f"the ranks do not have the same files of source {source.name!r}. Give all ranks the same files")
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    with path.open("rb") as file:
+        while part := file.read(1024**2):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def check_same_validation(rows: Any, comm: Comm) -> None:
     """Raise `RanksDiffer` on every rank unless all have the same validation rows, which no plan covers."""
-    if comm.num_ranks == 1:
-        return
-    refuse_differences("validation rows", comm.results_of_all(lambda: _validation(rows)))
-    if hasattr(rows, "__len__"):
-        check_same_files(RowSource(name="validation", rows=rows), comm)
+    if comm.num_ranks > 1:
+        refuse_differences("validation rows", comm.results_of_all(lambda: _validation(rows)))
 
 
 def _validation(rows: Any) -> dict[str, Any]:
@@ -191,15 +167,3 @@ def _validation(rows: Any) -> dict[str, Any]:
         seen = rows_in_turn(rows, rows_with_digest(len(rows)).tolist())
         return {"rows": len(rows), "content": digest_of(*map(row_bytes, seen))}
     return {"rows": "a stream", "content": digest_of(*map(row_bytes, islice(iter(rows), NUM_ROWS_OF_STREAM)))}
-
-
-def _sizes_of_files(row: Row) -> dict[str, int | None]:
-    """Return the size in bytes of every file that a row names, by name; None for a missing file."""
-    files = {name: real_file(name) for name in names_of_files(row) if is_name(name)}
-    return {name: None if file is None else file.state.st_size for name, file in files.items()}
-
-
-def _said(sizes: dict[str, int | None]) -> str:
-    return ", ".join(
-        f"{name} {'is missing' if size is None else f'has {size:,} bytes'}" for name, size in sizes.items()
-    )

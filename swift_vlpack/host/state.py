@@ -1,6 +1,6 @@
 """Save how far a run has trained its data, and load that state to resume.
 
-    vlpack_state.json         fingerprint (data, options, objective) and progress of all ranks, in a signed envelope
+    vlpack_state.json         fingerprint (data, options) and progress of all ranks, in a signed envelope
     vlpack_state_rankN.json   states of the dataloader workers of a rank; only of streamed packs
     vlpack_rows.npz           sizes of all rows as they were planned, and digests of their content
 
@@ -27,7 +27,7 @@ from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_o
 from swift_vlpack.feed.streamed import PROGRESS, ReaderProgress
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.files import write_json, write_whole
-from swift_vlpack.host.objective import refused_values, warning_of_changes
+from swift_vlpack.host.checkpoint_files import RECORDS
 from swift_vlpack.runlog import counts
 from swift_vlpack.runlog.folder import ROWS, STATE
 
@@ -37,7 +37,7 @@ FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
-_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str}
+_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str, "files": RECORDS}
 STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
 """Shapes of saved states, by the kind of feed."""
 
@@ -124,11 +124,7 @@ def load_state(
     current = {**fingerprint, "lengths": then.get("lengths")} if takes_sizes else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
     with refused(path):
-        check_fingerprint(
-            kind, *refused_values(then, current), {name: str(said) for name, said in words.items() if said}
-        )
-    if is_master() and (warning := warning_of_changes(then, current)):
-        logger.warning(f"{path}: {warning}")
+        check_fingerprint(kind, then, current, {name: str(said) for name, said in words.items() if said})
     if rows is not None and changed is not None and takes_sizes:
         _warn_of_files(changed)
         rows.take_sizes(saved)

@@ -1,4 +1,4 @@
-"""Check, before anything is loaded, that all ranks have the same options and the same checkpoint.
+"""Check, before anything is loaded, that all ranks have the same options and the same whole checkpoint.
 
 This is the earliest point at which ranks can exchange data. A rank that differs would load another model, hang the run,
 or silently train on its own.
@@ -6,6 +6,7 @@ or silently train on its own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,14 +16,15 @@ from typing import Any
 from swift.utils import get_logger, is_master
 
 from swift_vlpack.comm import Comm
-from swift_vlpack.envelope import check_fingerprint
+from swift_vlpack.config import REPLACED, RESUME_FILES, PackingConfig
+from swift_vlpack.envelope import differing_fields, shown_value
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.files import hold
 from swift_vlpack.host.args import packing_config
-from swift_vlpack.host.objective import objective_of, refused_values
+from swift_vlpack.host.checkpoint_files import damages
 from swift_vlpack.host.ranks import RanksOfRun
-from swift_vlpack.host.same_on_ranks import check_equal, options_of_run, refuse_differences, versions
-from swift_vlpack.host.state import FILE, read_envelope, read_trainer_state, refused, wants_restart
+from swift_vlpack.host.same_on_ranks import check_equal, options_of_run, refuse_differences, vars_of, versions
+from swift_vlpack.host.state import FILE, read_envelope, read_trainer_state, wants_restart
 from swift_vlpack.words import counted
 
 logger = get_logger()
@@ -31,10 +33,23 @@ OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "i
 """Fields of `trainer_state.json` that may differ between nodes, because they hold times and paths."""
 _PART_OF_DEEPSPEED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 """The name that DeepSpeed gives to the part of the optimizer that a rank saves."""
+NUM_DAMAGES_NAMED = 5
+DECIDING = (
+    *("loss_", "is_binary_loss_scale", "label_smoothing_factor", "enable_dft_loss", "router_aux_loss_coef", "neftune_"),
+    *("template", "truncation_strategy", "system", "agent_template", "response_prefix", "norm_bbox"),
+    *("use_chat_template", "enable_thinking", "preserve_thinking", "add_non_thinking_prefix"),
+    *("disable_ignore_empty_think", "tuner_type", "freeze_", "trainable_", "lora_", "use_rslora", "use_dora"),
+    *("target_", "modules_to_save", "optim", "lr_", "learning_rate", "vit_lr", "aligner_lr", "lorap_lr_ratio"),
+    *("weight_decay", "adam_", "warmup_", "max_grad_norm"),
+)
+"""Beginnings of ms-swift's options that decide what is trained, and how."""
 
 
 def start_together(args: Any) -> None:
-    """Raise on every rank if ranks differ, or another run has the output folder, before a model is loaded."""
+    """Raise on every rank, before a model is loaded, if this run cannot start.
+
+    Ranks differ, another run has the output folder, or files of the checkpoint are not whole.
+    """
     config = packing_config(args)
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     # Two runs in one folder would mix their checkpoints file by file, each whole by its own account.
@@ -44,25 +59,18 @@ def start_together(args: Any) -> None:
     saved = check_checkpoint(checkpoint, RanksOfRun(), needs_state=needs_state)
     if checkpoint is not None and not args.resume_only_model:
         check_deepspeed(checkpoint, args.deepspeed, RanksOfRun())
-    if checkpoint is not None and saved is not None:
-        # Compare objectives now: a checkpoint with other parameters could not even be loaded into the model.
-        objective = {**config.objective(), **objective_of(args)}
-        then = {name: value for name, value in saved["fingerprint"].items() if name in objective}
-        try:
-            with refused(checkpoint / FILE):
-                check_fingerprint(saved["kind"], *refused_values(then, objective))
-        except StateMismatch as error:
-            if needs_state:
-                raise
-            if is_master():
-                logger.warning(f"the data starts anew and the optimizer continues, with another objective: {error}")
+    if checkpoint is not None and is_master():
+        _warn_of_changes(checkpoint, args, config, saved)
 
 
 def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> dict[str, Any] | None:
-    """Compare the checkpoint between ranks. Returns our saved state, if any."""
+    """Compare the checkpoint between ranks, then its files with their records. Returns our saved state, if any."""
     both = comm.results_of_all(lambda: _facts_of(checkpoint, needs_state))
     refuse_differences("checkpoint to resume from", [facts for facts, _ in both])
-    return both[comm.rank][1]
+    saved = both[comm.rank][1]
+    if checkpoint is not None and saved is not None:
+        _check_files(checkpoint, saved["state"].get("files", {}), comm)
+    return saved
 
 
 def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -81,6 +89,45 @@ def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any
             raise
         return {**facts, FILE: "damaged"}, None
     return {**facts, f"digest of {FILE}": saved["digest"]}, saved
+
+
+def _check_files(checkpoint: Path, records: Mapping[str, Any], comm: Comm) -> None:
+    if _are_replaced(os.environ):
+        if is_master():
+            logger.warning(f"{RESUME_FILES}={REPLACED}: files of {checkpoint} are not compared with what was written")
+        return
+    if found := damages(checkpoint, records, comm):
+        more = len(found) - NUM_DAMAGES_NAMED
+        said = "; ".join(found[:NUM_DAMAGES_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        raise StateMismatch(
+            f"{said}. Resume from an earlier checkpoint, or copy this one again; if you replaced a file on purpose, "
+            f"set {RESUME_FILES}={REPLACED}"
+        )
+
+
+def _are_replaced(environ: Mapping[str, str]) -> bool:
+    given = environ.get(RESUME_FILES, "")
+    wish = given.strip().lower()
+    if wish not in ("", REPLACED):
+        raise ConfigError(f"{RESUME_FILES} can only be {REPLACED}, got {given!r}; without it all files are compared")
+    return wish == REPLACED
+
+
+def _warn_of_changes(checkpoint: Path, args: Any, config: PackingConfig, saved: Mapping[str, Any] | None) -> None:
+    """Warn of options that decide what is trained and are others than those of the checkpoint, with both values."""
+    try:
+        then = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # ms-swift says so where it needs the file
+        then = {}
+    now = {name: value for name, value in vars_of(args).items() if name.startswith(DECIDING) and name in then}
+    if saved is not None:  # other packing options of these are refused, unless the data starts anew
+        then, now = {**then, **saved["fingerprint"]}, {**now, **config.objective()}
+    if names := differing_fields({name: then.get(name) for name in now}, now):
+        said = ", ".join(f"{name} ({shown_value(then, name)}, now {shown_value(now, name)})" for name in names)
+        logger.warning(
+            f"{checkpoint} was written with another {said}; the new values count, but for those that the saved adapter "
+            "and optimizer have of their own"
+        )
 
 
 def check_deepspeed(checkpoint: Path, deepspeed: Any, comm: Comm) -> None:

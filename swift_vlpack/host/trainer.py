@@ -30,6 +30,7 @@ from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import MeanOfStep, num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
+from swift_vlpack.host.checkpoint_files import Records, recorded
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync
 from swift_vlpack.host.evaluation import EvaluatesRows
 from swift_vlpack.host.loader import PackLoader, collator_of
@@ -402,8 +403,9 @@ class PackingTrainer(EvaluatesRows):
         results_of_all(self._save_rank_state, "the progress of every rank, for a checkpoint")
         counted = self.events.over_all_ranks()
         is_first = self.args.local_process_index == 0  # one rank of each machine
-        results_of_all(lambda: is_first and sync(self._checkpoint), "a checkpoint that is flushed to the disk")
-        results_of_all(lambda: self._complete_checkpoint(counted), "the state of a checkpoint")
+        results_of_all(lambda: sync(self._checkpoint) if is_first else None, "a checkpoint that is flushed to the disk")
+        files = recorded(self._checkpoint, RanksOfRun(), is_first=is_first)
+        results_of_all(lambda: self._complete_checkpoint(counted, files), "the state of a checkpoint")
         self._update_last_checkpoint_symlink(barrier=False)
         return result
 
@@ -413,10 +415,10 @@ class PackingTrainer(EvaluatesRows):
         if self.args.should_save:
             save_training_args(self._checkpoint, self.args)
 
-    def _complete_checkpoint(self, counted: Counts) -> None:
+    def _complete_checkpoint(self, counted: Counts, files: Records) -> None:
         if not self.args.should_save:
             return
-        state = {**self.feed.state(), "counted": counted.state()}
+        state = {**self.feed.state(), "counted": counted.state(), "files": files}
         save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.saved_rows)
         sync_folder(self._checkpoint)
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)

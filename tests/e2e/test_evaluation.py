@@ -34,8 +34,8 @@ def eval_loss(small_folder, tmp_path_factory):
     data = write_jsonl(folder / "rows.jsonl", mixed_rows(folder / "images", NUM_ROWS, largest=100))
     (folder / "own_loss.py").write_text(OWN_LOSS)
 
-    def run(packing, options, **flags):
-        output = folder / f"{packing}-{json.dumps([options, flags])[:60]}".replace("/", "_")
+    def run(packing, **flags):
+        output = folder / f"{packing}-{json.dumps(flags)[:60]}".replace("/", "_")
         output.mkdir()
         ours = Run(
             argv(
@@ -45,7 +45,7 @@ def eval_loss(small_folder, tmp_path_factory):
                 **{"per_device_eval_batch_size": 2, **flags},
             ),
             output / "log.txt",
-            **{"packing_strategy": "exact", "packing_drop_last": "false", "packing_verify": "false", **options},
+            packing_strategy="exact", packing_drop_last="false", packing_verify="false",
         )  # fmt: skip
         assert ours.wait(120) == 0, ours.output[-3000:]
         return next(line["eval_loss"] for line in log_lines(output) if "eval_loss" in line)
@@ -59,15 +59,6 @@ def eval_loss(small_folder, tmp_path_factory):
     "flags", [{"label_smoothing_factor": 0.1}, {"loss_type": "focal_mean"}], ids=["smoothing", "loss_type"]
 )
 def test_a_loss_that_is_a_mean_is_that_of_an_unpacked_evaluation(flags, eval_loss):
-    """LOSS-2 TRAIN-6: of batches of unlike sizes, whether the evaluation is packed or not."""
-    plain = eval_loss("false", {}, **flags, **MEANS)
-    assert eval_loss("true", {}, **flags) == pytest.approx(plain, abs=1e-5)
-    assert eval_loss("true", {"eval_packing": "true"}, **flags) == pytest.approx(plain, abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_a_packed_evaluation_has_the_batches_of_an_unpacked_one(eval_loss):
-    """TRAIN-6: a mean over packs would be another number, and so would one over tokens."""
-    plain = eval_loss("false", {})
-    assert eval_loss("true", {"eval_packing": "true"}) == pytest.approx(plain, abs=1e-5)
+    """LOSS-2 TRAIN-6: of batches of unlike sizes."""
+    plain = eval_loss("false", **flags, **MEANS)
+    assert eval_loss("true", **flags) == pytest.approx(plain, abs=1e-5)

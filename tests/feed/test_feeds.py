@@ -61,11 +61,17 @@ def packs_of(dataset):
     return [[str(sample["sample_id"]) for sample in dataset[number]] for number in range(len(dataset))]
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_plain_dataloader_goes_through_the_epochs(context):
-    """DATA-4: every epoch starts workers of its own, also an epoch that was left."""
+@pytest.mark.parametrize(
+    ("context", "live_on"),
+    [("fork", False), ("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow), ("spawn", True)],
+)
+def test_plain_dataloader_goes_through_the_epochs(context, live_on):
+    """DATA-4 OWN-6: also an epoch that was left; workers that live on get addresses."""
     packs = PackingDataset(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
-    loader = DataLoader(packs, batch_size=None, collate_fn=None, num_workers=2, multiprocessing_context=context)
+    loader = DataLoader(
+        packs, batch_size=None, collate_fn=None, num_workers=2, multiprocessing_context=context,
+        persistent_workers=live_on, sampler=packs.sampler if live_on else None,
+    )  # fmt: skip
     seen = []
     for epoch in (0, 1, 0, 2, 0):
         packs.set_epoch(epoch)

@@ -155,10 +155,13 @@ def test_plan_is_what_the_stream_makes_of_the_same_order():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_plain_dataloader_brings_the_parts(num_workers):
-    """CUT-12: addresses of parts reach the workers of every epoch."""
+    """CUT-12: addresses of parts reach workers that live on through epochs."""
     data = rows(30)
     packs = PackingDataset(data, Template(), config(), num_epochs=2)
-    loader = DataLoader(packs, batch_size=None, collate_fn=None, num_workers=num_workers)
+    loader = DataLoader(
+        packs, batch_size=None, collate_fn=None, sampler=packs.sampler, num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )  # fmt: skip
     for epoch in (0, 1):
         packs.set_epoch(epoch)
         check_conserved(data, told(list(loader))[0], left_out_by(packs.epoch_plan, packs.dataset))

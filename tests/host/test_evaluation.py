@@ -1,11 +1,15 @@
-"""Evaluation of a packed run: padded, `eval_loss` is that of `swift sft` without packing; packed, a mean over tokens."""
+"""Evaluation of a packed run: `eval_loss` is that of `swift sft` without packing; of packs it is a mean over tokens."""
 
+import json
+import multiprocessing
+import os
 from itertools import combinations
 
 import pytest
 
 from swift_vlpack.errors import ConfigError
 from tests.data_rows import mixed_rows, rows_about_images, text_row, write_jsonl
+from tests.e2e.ranks import free_port
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
 from tests.marks import telling
@@ -65,9 +69,61 @@ def test_packed_evaluation_is_a_mean_over_tokens(flags, evaluation):
     assert packed["eval_samples_per_second"] * packed["eval_runtime"] == pytest.approx(NUM_ROWS, abs=0.1)
 
 
+def eval_loss_of_rank(rank, port, flags, file):
+    """Train as one of two ranks, in a process that was forked after the imports, and write down its `eval_loss`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    history = train(flags)["log_history"]
+    file.write_text(json.dumps([line["eval_loss"] for line in history if "eval_loss" in line][:1]))
+    os._exit(0)  # without the end of Python: it is that of pytest
+
+
+def eval_loss_on_two_ranks(flags, folder):
+    folder.mkdir()
+    context, port = multiprocessing.get_context("fork"), free_port()
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    flags = [*flags, "--ddp_backend", "gloo", "--use_cpu", "true"]
+    ranks = [
+        context.Process(target=eval_loss_of_rank, args=(rank, port, flags, file)) for rank, file in enumerate(files)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        assert rank.exitcode == 0, [rank.kill() for rank in ranks]
+    [[loss], [same]] = [json.loads(file.read_text()) for file in files]
+    assert loss == same
+    return loss
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"loss_scale": "all", "is_binary_loss_scale": "false"}, telling({"label_smoothing_factor": 0.1})],
+    ids=["", "weighted", "smoothed"],
+)
+def test_mean_over_tokens_is_the_same_on_any_number_of_ranks(flags, small_folder, tmp_path):
+    """TRAIN-6: three packs of 90, 14 and 3 targets; the second rank evaluates one of them a second time."""
+    rows = [text_row("one", "word " * 90), text_row("two", "word " * 14), text_row("three", "word " * 3)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = {
+        "dataset": data, "val_dataset": data, "split_dataset_ratio": 0, "eval_on_start": "true",
+        "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "learning_rate": 0, "max_length": 128, **flags,
+    }  # fmt: skip
+    options = {"packing_strategy": "exact", "packing_max_samples": 1, "packing_drop_last": "false"}
+    packing_options()
+    model, output = small_folder(FAMILY), tmp_path / "out"
+    plain = train(argv(model, FAMILY, output, **flags, per_device_eval_batch_size=3))["log_history"]
+    expected = next(line["eval_loss"] for line in plain if "eval_loss" in line)
+    packing_options(**options, packing_verify="false", eval_packing="true")
+    packed = packed_argv(model, FAMILY, output, **flags)
+    alone = next(line["eval_loss"] for line in train(packed)["log_history"] if "eval_loss" in line)
+    assert alone == pytest.approx(expected, abs=1e-5)
+    assert eval_loss_on_two_ranks(packed, tmp_path / "ranks") == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("flags", [{}, telling({"use_logits_to_keep": "false"})])
 def test_evaluation_beside_rows_that_share_is_that_of_rows(flags, small_folder, tmp_path):
-    """TRAIN-5 SHARE-9: validation rows share nothing, as the loss of each row is cut out of its sequence."""
+    """TRAIN-5 SHARE-9: validation rows share nothing."""
     rows = [row for of_image in rows_about_images(tmp_path, 3, 4, seed=2) for row in of_image]
     data = write_jsonl(tmp_path / "vqa.jsonl", rows)
     losses = []

@@ -26,6 +26,7 @@ from swift_vlpack.errors import ConfigError, DataError, IsolationError
 from swift_vlpack.proof.limits import precision_of
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.doc_blocks import blocks
+from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
 ROOT = Path(__file__).parents[2]
@@ -355,17 +356,34 @@ def test_prepared_model_can_be_pickled(door, rows):
 # -- epochs and streams -----------------------------------------------------------------------------------------------
 
 
+LIVE_ON = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 4}
+
+
 def test_workers_that_live_on_are_refused_in_a_new_epoch(door, rows):
     """OWN-6 DATA-4: PyTorch's own loader tells them nothing, so they would repeat the old epoch."""
     template = door[1]
     packs = PackingDataset(rows, template, config(), num_epochs=2)
-    loader = DataLoader(
-        packs, batch_size=1, collate_fn=Collator(template), num_workers=1, persistent_workers=True, prefetch_factor=4
-    )
+    loader = DataLoader(packs, batch_size=1, collate_fn=Collator(template), **LIVE_ON)
     assert [batch.record for batch in loader] == [packs[index].record for index in range(len(packs))]
     packs.set_epoch(1)
-    with pytest.raises(DataError, match="leave persistent_workers out"):
+    with pytest.raises(DataError, match="packs of epoch 0, and epoch 1 is set: give the loader sampler="):
         list(loader)
+
+
+@pytest.mark.parametrize("context", ["fork", telling("spawn")])
+def test_workers_of_accelerate_that_live_on_see_the_new_epoch(context, door, rows):
+    """OWN-6 DATA-4: its loader sets the epoch by itself."""
+    template = door[1]
+    packs = PackingDataset(rows, template, config(), num_epochs=3)
+    loader = Accelerator(cpu=True).prepare(
+        DataLoader(
+            packs, batch_size=1, collate_fn=Collator(template), sampler=packs.sampler, multiprocessing_context=context,
+            **LIVE_ON,
+        )
+    )  # fmt: skip
+    for epoch in range(3):
+        found = [(batch.record.epoch, batch.record.sample_ids) for batch in loader]
+        assert found == [(epoch, packs[index].record.sample_ids) for index in range(len(packs))]
 
 
 class Endless:

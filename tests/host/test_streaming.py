@@ -247,6 +247,9 @@ def test_state_that_does_not_fit_is_refused_with_the_remedy(resumable, options, 
     (tmp_path / "four" / FILE).write_text(json.dumps(signed(state)))
     refused(r"another num_ranks \(4, now 1\)", resume_from_checkpoint=tmp_path / "four")
     (checkpoint / RANK_FILE.format(0)).unlink()
+    with pytest.raises(StateMismatch, match=r"vlpack_state_rank0.json is missing\. Resume from an earlier checkpoint"):
+        resumable(tmp_path / "again", dataloader_num_workers=2, resume_from_checkpoint=checkpoint)
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "replaced")
     refused("has no vlpack_state_rank0.json: every rank writes one")
 
 

@@ -16,10 +16,8 @@ from swift_vlpack.comm import ALONE
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.files import hold
-from swift_vlpack.host.ranks import RanksOfRun
 from swift_vlpack.host.same_on_ranks import (
     RanksDiffer,
-    check_same_files,
     check_same_parameters,
     check_same_validation,
     options_of_run,
@@ -27,8 +25,8 @@ from swift_vlpack.host.same_on_ranks import (
 )
 from swift_vlpack.host.state import FILE
 from swift_vlpack.host.together import check_checkpoint, check_deepspeed
-from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
+from tests.host.lengths.support import ARGS, dataset, source, with_lengths
 from tests.host.lengths.test_ranks import on_two_ranks
 from tests.host.runs import packed_argv, train
 from tests.images import photo
@@ -97,8 +95,9 @@ def test_ranks_that_resume_from_other_checkpoints_are_stopped(run, tmp_path):
     assert "best_global_step of the trainer: None and 7" in refusal([first, other])
 
 
-def test_nodes_may_have_their_own_log_lines_and_paths(run, tmp_path):
+def test_nodes_may_have_their_own_log_lines_and_paths(run, tmp_path, monkeypatch):
     """RANKS-10"""
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "replaced")
     checkpoints = [copied(run, 1, tmp_path / name) for name in "ab"]
     state = json.loads((checkpoints[1] / "trainer_state.json").read_text())
     of_node = {"log_history": [], "best_model_checkpoint": "/elsewhere", "is_world_process_zero": False}
@@ -146,22 +145,66 @@ def test_deepspeed_is_resumed_on_as_many_ranks_as_wrote_its_optimizer(is_shared,
 def test_data_that_starts_anew_needs_none_of_our_files(run, tmp_path):
     """RESUME-7: the way out that a damaged state names gets past it."""
     checkpoint = copied(run, 1, tmp_path)
-    for content in (b"", b"{", (checkpoint / FILE).read_bytes().replace(b'"version": 2', b'"version": 1')):
+    for content in (b"", b"{", (checkpoint / FILE).read_bytes().replace(b'"version": 3', b'"version": 1')):
         (checkpoint / FILE).write_bytes(content)
         with pytest.raises(StateMismatch, match="restart"):
             check_checkpoint(checkpoint, ALONE)
         assert check_checkpoint(checkpoint, ALONE, needs_state=False) is None
 
 
-def test_another_tuner_is_refused_before_it_meets_the_checkpoint(run, small_folder, tmp_path, monkeypatch):
-    """RESUME-16: an adapter has no weights for a model that is trained in full."""
+DAMAGED = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")
+DAMAGED = (*DAMAGED, "trainer_state.json", "adapter_config.json", "args.json")
+
+
+@pytest.mark.parametrize("change", ["empty", "cut", "missing", "exchanged"])
+def test_every_damaged_file_is_named_by_one_line_before_a_model_is_loaded(change, run, tmp_path):
+    """RESUME-14: of everything that ms-swift and transformers wrote; the two that differ by step, exchanged."""
+    checkpoint, other = copied(run, 2, tmp_path), copied(run, 1, tmp_path / "other")
+    for name in ("adapter_model.safetensors", "optimizer.pt") if change == "exchanged" else DAMAGED:
+        path = checkpoint / name
+        content = path.read_bytes()
+        new = {"empty": b"", "cut": content[: len(content) // 2], "exchanged": (other / name).read_bytes()}
+        path.unlink() if change == "missing" else path.write_bytes(new[change])
+        assert change != "exchanged" or len(new[change]) == len(content), "so its size says nothing"
+        with pytest.raises(StateMismatch, match=re.escape(str(path))) as refused:
+            check_checkpoint(checkpoint, ALONE)
+        assert "\n" not in str(refused.value)
+        path.write_bytes(content)
+    check_checkpoint(checkpoint, ALONE)
+
+
+def test_a_damage_that_one_rank_sees_stops_all(run, tmp_path):
+    """RESUME-14: where each node has a disk of its own; also where the data starts anew."""
+    checkpoints = [copied(run, 2, tmp_path / name) for name in "ab"]
+    (checkpoints[1] / "optimizer.pt").write_bytes(b"")
+    for needs_state in (True, False):
+        for error in on_ranks(
+            2, lambda comm, needs=needs_state: check_checkpoint(checkpoints[comm.rank], comm, needs_state=needs)
+        ):
+            assert isinstance(error, StateMismatch)
+            assert "optimizer.pt is empty" in str(error)
+            assert "(rank 1 sees it)" in str(error)
+
+
+def test_training_asks_before_it_loads_the_model(run, small_folder, tmp_path, monkeypatch, caplog):
+    """RESUME-14: and takes the file where it was exchanged on purpose."""
     from swift.arguments import SftArguments
 
-    monkeypatch.setattr(SftArguments, "get_model_processor", lambda *args, **kwargs: pytest.fail("it loads the model"))
-    checkpoint = run[0] / "checkpoint-2"
-    with pytest.raises(StateMismatch, match=r"tuner_type \('lora', now 'full'\)") as refused:
-        train(flags(small_folder, tmp_path, run[1], resume_from_checkpoint=checkpoint, tuner_type="full"))
-    assert str(refused.value).startswith(str(checkpoint / FILE))
+    checkpoint = copied(run, 2, tmp_path)
+    shutil.copy(run[0] / "checkpoint-1" / "optimizer.pt", checkpoint)
+    load = SftArguments.get_model_processor
+    with monkeypatch.context() as patch:
+        patch.setattr(SftArguments, "get_model_processor", lambda *args, **kwargs: pytest.fail("it loads the model"))
+        with pytest.raises(StateMismatch, match=r"optimizer.pt is another file.*VLPACK_RESUME_FILES=replaced"):
+            train(flags(small_folder, tmp_path / "out", run[1], resume_from_checkpoint=checkpoint))
+    assert SftArguments.get_model_processor is load
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "replaced")
+    result = train(flags(small_folder, tmp_path / "out", run[1], resume_from_checkpoint=checkpoint))
+    assert result["global_step"] == 3
+    assert f"files of {checkpoint} are not compared with what was written" in caplog.text
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "anything")
+    with pytest.raises(ConfigError, match="VLPACK_RESUME_FILES can only be replaced, got 'anything'"):
+        check_checkpoint(checkpoint, ALONE)
 
 
 # -- options, models and rows -----------------------------------------------------------------------------------------
@@ -240,31 +283,25 @@ def test_models_with_other_parameters_are_stopped():
             assert re.search(told, str(error))
 
 
-def test_image_that_one_rank_does_not_have_is_a_difference(tmp_path):
-    """RANKS-12: two processes over gloo, each in the folder of its machine; what no rank has is left out by all."""
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_file_that_one_rank_lacks_costs_its_row_and_not_the_run(lacking, template, tmp_path):
+    """RANKS-12: all ranks have the same sizes and so one plan; the row is left out when it is measured or loaded."""
     for node in "01":
         (tmp_path / node).mkdir()
         for number in range(4):
-            photo(tmp_path / node, str(number), 40, 30, seed=number)
-    names = sorted(path.name for path in (tmp_path / "0").iterdir())
-    source = RowSource(name="mine", rows=[*(image_row([name]) for name in names), text_row("no image")])
+            photo(tmp_path / node, str(number), 90, 60, seed=number)
+    rows = dataset(image_row([path.name]) for path in sorted((tmp_path / "0").iterdir()))
+    (tmp_path / str(lacking) / rows[2]["images"][0]).unlink()
 
-    def case(rank, _):
+    def case(rank, template):
         os.chdir(tmp_path / str(rank))
-        check_same_files(source, RanksOfRun())
-        check_same_validation(source.rows, RanksOfRun())
-        return "the same"
+        sizes = with_lengths(source(rows), template, ARGS, str(tmp_path / "cache")).sizes
+        return sizes.columns.tolist(), sizes.failures
 
-    assert on_two_ranks(case, None, tmp_path) == ("the same", "the same")
-    lost = tmp_path / "1" / names[2]
-    size = lost.stat().st_size
-    lost.unlink()
-    for kind, said in on_two_ranks(case, None, tmp_path):
-        assert kind == "RanksDiffer"
-        assert "files of source 'mine', which 1 rows name: mine:2 (" in said
-        assert f"'{names[2]} has {size:,} bytes' and '{names[2]} is missing'" in said
-    (tmp_path / "0" / names[2]).unlink()
-    assert on_two_ranks(case, None, tmp_path) == ("the same", "the same")
+    one, other = on_two_ranks(case, template, tmp_path)
+    assert one == other
+    lengths, failures = one
+    assert [length > 0 for length in lengths[0]] == [True, True, not failures, True]
 
 
 def test_other_validation_rows_on_a_rank_are_a_difference():

@@ -160,9 +160,8 @@ def test_eval_is_packed_when_asked(small_folder, data, tmp_path, options):
         )
     )  # fmt: skip
     line = next(line for line in result["log_history"] if "eval_loss" in line)
-    # 7 rows are 4 batches of 2, of which the loss is the mean, as un-packed.
     assert line["eval_loss"] > 0
-    assert round(line["eval_runtime"] * line["eval_steps_per_second"]) == 4
+    assert round(line["eval_runtime"] * line["eval_samples_per_second"]) == 7
 
 
 def test_unreadable_and_long_rows_are_left_out_with_reasons(small_folder, tmp_path, options, caplog):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.envelope import signed
+from swift_vlpack.envelope import VERSION, signed
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.plan import buffer
 from swift_vlpack.plan.cuts import with_consumed
@@ -224,10 +224,15 @@ def put_state(folder: Path, checkpoint: Path) -> None:
 
 
 def _translated(value: Any) -> Any:
-    """Take what was an option, `packing_max_carry`, out of a saved state, and sign what was signed."""
+    """Give a saved state today's version, without options that are not in it any more, and sign what was signed."""
+    from swift_vlpack.host.together import DECIDING
+
     if isinstance(value, list):
         return [_translated(inside) for inside in value]
     if not isinstance(value, dict):
         return value
+    if "fingerprint" in value:
+        kept = {name: one for name, one in value["fingerprint"].items() if not name.startswith(DECIDING)}
+        value = {**value, "version": VERSION, "fingerprint": kept}
     translated = {name: _translated(inside) for name, inside in value.items() if name != "packing_max_carry"}
     return signed(translated) if "digest" in value and "kind" in value else translated
