@@ -1,4 +1,4 @@
-"""Do the tasks of a worker process: compute the keys of rows, measure rows, or encode them both ways."""
+"""Do the tasks of a worker process: compute keys of rows, measure rows, encode them both ways, or again in full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swift_vlpack.reasons import REASONS, Reason, about
 from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import timeout_of
-from swift_vlpack.rows.media import has_surplus_tags, image_urls
+from swift_vlpack.rows.media import has_surplus_tags, image_urls, names_of_files
 from swift_vlpack.rows.samples import SampleError
 from swift_vlpack.rows.sizes import RowSize
 from swift_vlpack.rows.source import Row
@@ -52,6 +52,7 @@ class TaskKind(Enum):
     KEYS = auto()
     MEASURE = auto()
     COMPARE = auto()
+    AGAIN = auto()
 
 
 class Task(NamedTuple):
@@ -67,6 +68,7 @@ class RowKeys(NamedTuple):
     positions: Positions
     keys: NDArray[np.void]
     has_surplus_tags: NDArray[np.bool_]
+    names_url: NDArray[np.bool_]
 
 
 class RowsWork:
@@ -101,6 +103,7 @@ class RowsWork:
             TaskKind.KEYS: self._keys,
             TaskKind.MEASURE: self._measured,
             TaskKind.COMPARE: self._compared,
+            TaskKind.AGAIN: self._again,
         }
         return work[task.kind](task.positions)
 
@@ -115,7 +118,10 @@ class RowsWork:
     def _keys(self, positions: Positions) -> RowKeys:
         rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))
         keys = [self._cache.key(row) if self._is_readable(at) else NO_KEY for at, row in rows]
-        return RowKeys(positions, np.array(keys, KEY), np.array([has_surplus_tags(row) for _, row in rows], bool))
+        has_surplus = np.array([has_surplus_tags(row) for _, row in rows], bool)
+        return RowKeys(
+            positions, np.array(keys, KEY), has_surplus, np.array([_names_url(row) for _, row in rows], bool)
+        )
 
     def _measured(self, positions: Positions) -> Chunk:
         """Measure rows by their headers, and encode in full those whose headers give no size."""
@@ -158,6 +164,14 @@ class RowsWork:
             chunk.put(at, replace(quick, parts=full.parts or quick.parts), index)
         return chunk
 
+    def _again(self, positions: Positions) -> Chunk:
+        """Encode remembered rows in full, because some changes are in what headers pass by."""
+        chunk = Chunk.empty(positions)
+        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows.at(positions), strict=True)):
+            # With the proof of a comparison: a row that fails does not end the run here, even under `is_strict`.
+            chunk.put(at, self._encoded(self.encoders.in_full, row, position, AGREED), self._rows.index(position))
+        return chunk
+
     def _rows_with_urls(self, positions: Positions, *, whole: bool) -> list[Row]:
         """Read rows, and fetch the images that they name by URL: whole files if `whole`, else only their headers."""
         rows = self._rows.at(positions)
@@ -190,6 +204,10 @@ class RowsWork:
         if is_strict:
             return DataError(f"{sample_id}: {fault.reason}: {fault.error}")
         return SampleError(sample_id, fault.reason, fault.error, False, fault.files)
+
+
+def _names_url(row: Row) -> bool:
+    return any(name.lstrip().startswith("http") for name in names_of_files(row))
 
 
 def _have_parts(encoder: RowEncoder, size: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Fixtures of the tests of the length pass without ms-swift."""
+"""Fixtures of the tests of the length pass."""
 
+import numpy as np
 import pytest
 
-from swift_vlpack.lengths import measure
+from swift_vlpack.lengths.measured_sizes import MeasuredSizes
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_measured_again(monkeypatch):
-    """Tests that count encodings count those of rows that were not known."""
-    monkeypatch.setattr(measure, "_NUM_MEASURED_AGAIN", 0)
+@pytest.fixture
+def never_again(monkeypatch):
+    """No remembered row is looked at again, for tests that count what is encoded."""
+    monkeypatch.setattr(MeasuredSizes, "to_look_at_again", lambda sizes: np.zeros(0, np.int64))

@@ -18,13 +18,15 @@ from swift_vlpack.lengths.measure import measure
 from swift_vlpack.lengths.measured_sizes import MeasuredSizes
 from swift_vlpack.lengths.rank_rows import RankRows
 from swift_vlpack.lengths.rows_work import Encoders
-from swift_vlpack.rows.contents import contents_of, size_of
+from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.images import photo
 from tests.plain_template import HeaderTemplate, PlainTemplate
 from tests.ranks_in_threads import OtherRankFailed, on_ranks
+
+pytestmark = pytest.mark.usefixtures("never_again")
 
 
 class Start(NamedTuple):
@@ -34,9 +36,9 @@ class Start(NamedTuple):
     by_header: HeaderTemplate
     in_full: PlainTemplate
 
-    def measured(self, rows, comm=ALONE, exported=None, **options):
+    def measured(self, rows, comm=ALONE, **options):
         encoders = Encoders(by_header=RowEncoder(self.by_header), in_full=RowEncoder(self.in_full), **options)
-        return measure(RowSource(name="data", rows=rows, exported_sizes=exported), self.cache, encoders, comm)
+        return measure(RowSource(name="data", rows=rows), self.cache, encoders, comm)
 
 
 def start(folder, lies=None, **options):
@@ -92,62 +94,6 @@ def test_four_ranks_give_what_one_gives_and_none_does_the_work_of_another(tmp_pa
     warm = [start(tmp_path / "four") for _ in range(3)]  # another number of ranks finds what four remembered
     on_ranks(3, lambda comm: warm[comm.rank].measured(rows, comm))
     assert [question for one in warm for question in one.by_header.encoded] == ["<image>gone"], "it may be there now"
-
-
-def exported_of(rows):
-    template = PlainTemplate()
-    encoded = list(map(template.encode, rows))
-    return np.array([(*size_of(row), contents_of(row).aspect) for row in encoded]).T
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_sizes_of_an_export_are_taken_where_rows_that_are_measured_have_them(num_ranks, tmp_path, caplog):
-    """EXPORT-13: drawn rows and the extremes are measured, no other; the next start finds all in the cache."""
-    rows = [*mixed_rows(tmp_path / "rows", 300), *texts(700)]
-    exported = exported_of(rows)
-    starts = [start(tmp_path / "cache") for _ in range(num_ranks)]
-    with caplog.at_level(logging.INFO):
-        given = on_ranks(num_ranks, lambda comm: starts[comm.rank].measured(rows, comm, exported))
-    for sizes in given:
-        assert sizes.columns.tolist() == true_columns(rows)
-        assert sizes.is_from_header.sum() > 900
-    encoded = {row for one in starts for row in one.by_header.encoded}
-    assert 40 < len(encoded) < 64 + 3 * num_ranks + 10
-    [said] = [record.getMessage() for record in caplog.records if "taken from the export" in record.getMessage()]
-    assert said.startswith("source data: ")
-
-    again = start(tmp_path / "cache")
-    assert again.measured(rows).columns.tolist() == true_columns(rows)
-    assert again.by_header.encoded == []
-
-
-@pytest.mark.parametrize("wrong", ["extreme", "any", "targets"])
-def test_export_with_another_size_than_a_measured_row_has_is_not_believed(wrong, tmp_path, caplog):
-    """EXPORT-13: every row is measured; one of three ranks meets the row that differs."""
-    rows = texts(400)
-    exported = exported_of(rows)
-    if wrong == "extreme":
-        exported[0, 200] += 500
-    elif wrong == "any":
-        exported[0, ::5] += 1
-    else:
-        exported[3, ::5] -= 1
-    starts = [start(tmp_path / "cache") for _ in range(3)]
-    with caplog.at_level(logging.INFO):
-        given = on_ranks(3, lambda comm: starts[comm.rank].measured(rows, comm, exported))
-    assert all(sizes.columns.tolist() == true_columns(rows) for sizes in given)
-    assert "taken from the export" not in caplog.text
-
-
-def test_export_that_a_node_does_not_have_is_taken_by_no_rank(tmp_path, caplog):
-    """EXPORT-13: ranks that went other ways would wait for each other."""
-    rows = texts(400)
-    exported = exported_of(rows)
-    starts = [start(tmp_path / "cache") for _ in range(2)]
-    with caplog.at_level(logging.INFO):
-        given = on_ranks(2, lambda comm: starts[comm.rank].measured(rows, comm, [exported, None][comm.rank]))
-    assert all(sizes.columns.tolist() == true_columns(rows) for sizes in given)
-    assert "taken from the export" not in caplog.text
 
 
 @pytest.mark.parametrize("found_by", ["kind", "extreme"])
