@@ -123,10 +123,11 @@ class LengthCache:
                 found[bytes.fromhex(key)] = Details(fault or None, parts)
         return found
 
-    def key(self, row: Mapping[str, Any]) -> Keys:
+    def key(self, row: Mapping[str, Any], names: Iterable[str] | None = None) -> Keys:
         """Return the key of a row, or `NO_KEY` if its content cannot be digested; then its size is never saved.
 
-        A key has 128 bits, so that no two of a million rows have the same key by chance.
+        A key has 128 bits, so that no two of a million rows have the same key by chance. `names` are those of the row's
+        files, if the caller has them.
         """
         try:
             content = row_bytes(row, as_encoded=True)
@@ -134,7 +135,8 @@ class LengthCache:
             return NO_KEY
         digest = hashlib.blake2b(self.context.encode(), digest_size=KEY.itemsize)
         digest.update(content)
-        digest.update(repr([self._state(real_file(name)) for name in names_of_files(row)]).encode())
+        names = names_of_files(row) if names is None else names
+        digest.update(repr([self._state(real_file(name)) for name in names]).encode())
         return np.frombuffer(digest.digest(), KEY)[0]
 
     def keys(self, rows: Iterable[Mapping[str, Any]]) -> Keys:

@@ -48,7 +48,7 @@ from swift_vlpack.lengths.length_file import BY_HEADER, Sizes
 from swift_vlpack.lengths.measured_sizes import Findings, MeasuredSizes, joined
 from swift_vlpack.lengths.rank_rows import Positions, RankRows
 from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind, are_equal, in_words
-from swift_vlpack.lengths.trust import Checks, extremes, num_to_draw
+from swift_vlpack.lengths.trust import Checks, extremes, num_to_draw, without_headers
 from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import REASONS, Reason, about
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
@@ -98,10 +98,9 @@ def measure(
         difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn)))
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
-        # Find the extremes of the whole source, not of each rank's share, and compare those of this rank.
-        ends = extremes(sizes)
-        my_ends = ends[ends % comm.num_ranks == comm.rank] // comm.num_ranks
-        difference = _first(comm.results_of_all(lambda: mine.compare(my_ends)))
+        # Find these rows in the whole source, not in each rank's share, and compare those of this rank.
+        ends, silent = mine.of_this_rank(extremes(sizes)), mine.of_this_rank(without_headers(sizes))
+        difference = _first(comm.results_of_all(lambda: mine.compare(ends, silent)))
     if difference is None:
         comm.results_of_all(mine.sizes.believe_headers)
     else:
@@ -196,9 +195,15 @@ class _RankPass:
                     self.sizes.save_unchecked(positions)
         return None
 
-    def compare(self, positions: Positions) -> str | None:
-        """Encode rows both ways, except those that were compared before."""
-        todo = self.sizes.unproven(positions)
+    def of_this_rank(self, indices: Positions) -> Positions:
+        """Return the positions of those rows of the source that belong to this rank."""
+        return np.flatnonzero(np.isin(self._rows.indices, indices))
+
+    def compare(self, ends: Positions, silent: Positions) -> str | None:
+        """Encode rows both ways: extremes that were not compared before, and one of which the header gave no size."""
+        if self._encoders.by_header is None:
+            return None
+        todo = np.union1d(self.sizes.unproven(ends), silent)
         with self._bar("Checking lengths", len(todo)) as bar:
             for chunk in self._results(self._comparing(todo.tolist())):
                 self.sizes.take(chunk)

@@ -119,7 +119,7 @@ class MeasuredSizes:
         Of the drawn ones some are texts, some have media, and some are any. None names a URL.
         """
         sizes, chance = self.sizes, random.SystemRandom()  # leaves the random numbers of training alone
-        left = np.flatnonzero(self._is_known & ~self._is_unchecked & ~self._names_url & (sizes["length"] > 0))
+        left = np.flatnonzero(self._is_known & ~self._names_url & (sizes["length"] > 0))
         has_media = (sizes["images"] > 0) | (sizes["patches"] > 0)
         chosen = {int(left[sizes[name][left].argmax()]) for name in ("length", "patches") if len(left)}
         for is_of_kind in (~has_media, has_media, None):

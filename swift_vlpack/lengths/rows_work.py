@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE
 from swift_vlpack.lengths.rank_rows import Chunk, Measured, Positions, RankRows, kinds_of
 from swift_vlpack.reasons import REASONS, Reason, about
 from swift_vlpack.rows.contents import contents_of, size_of
@@ -116,12 +116,14 @@ class RowsWork:
         return position not in self._abandoned
 
     def _keys(self, positions: Positions) -> RowKeys:
-        rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))
-        keys = [self._cache.key(row) if self._is_readable(at) else NO_KEY for at, row in rows]
-        has_surplus = np.array([has_surplus_tags(row) for _, row in rows], bool)
-        return RowKeys(
-            positions, np.array(keys, KEY), has_surplus, np.array([_names_url(row) for _, row in rows], bool)
-        )
+        found = RowKeys(positions, np.zeros(len(positions), KEY), *np.zeros((2, len(positions)), bool))
+        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows.at(positions), strict=True)):
+            names = tuple(names_of_files(row))
+            found.names_url[at] = any(name.lstrip().startswith("http") for name in names)
+            found.has_surplus_tags[at] = has_surplus_tags(row)
+            if self._is_readable(position):
+                found.keys[at] = self._cache.key(row, names)
+        return found
 
     def _measured(self, positions: Positions) -> Chunk:
         """Measure rows by their headers, and encode in full those whose headers give no size."""
@@ -204,10 +206,6 @@ class RowsWork:
         if is_strict:
             return DataError(f"{sample_id}: {fault.reason}: {fault.error}")
         return SampleError(sample_id, fault.reason, fault.error, False, fault.files)
-
-
-def _names_url(row: Row) -> bool:
-    return any(name.lstrip().startswith("http") for name in names_of_files(row))
 
 
 def _have_parts(encoder: RowEncoder, size: Any) -> bool:

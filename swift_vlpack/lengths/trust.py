@@ -92,3 +92,14 @@ def extremes(sizes: Sizes) -> NDArray[np.int64]:
                 yield from (order[0], order[-1])
 
     return np.unique(np.fromiter(ends(), np.int64))
+
+
+def without_headers(sizes: Sizes) -> NDArray[np.int64]:
+    """Return a row to compare if headers gave no size to any row with media, or to any row if none has media.
+
+    Such a source is encoded in full anyway; the comparison says so, and why.
+    """
+    usable = sizes["length"] > 0
+    has_media = usable & ((sizes["images"] > 0) | (sizes["patches"] > 0))
+    rows = np.flatnonzero(has_media if has_media.any() else usable)
+    return rows[: int(not np.isin(sizes["proof"][rows], (BY_HEADER, AGREED)).any())]

@@ -18,7 +18,7 @@ with `/9j/`, as the base64 of every JPEG does."""
 _COLUMNS = {"images": "image", "videos": "video", "audios": "audio"}
 _SEQUENCES = ("rejected", "positive", "negative")
 """Prefixes of the columns of further sequences of a row."""
-_COLUMNS_OF_SEQUENCES = tuple(f"{prefix}_{column}" for prefix in _SEQUENCES for column in _COLUMNS)
+_COLUMNS_WITH_FILES = (*_COLUMNS, *(f"{prefix}_{column}" for prefix in _SEQUENCES for column in _COLUMNS))
 
 
 class Medium(NamedTuple):
@@ -100,18 +100,20 @@ def has_surplus_tags(row: Mapping[str, Any]) -> bool:
 
 def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield every text of a row that may name a file: paths (also those given together with bytes), URLs, base64."""
-    for column in (*_COLUMNS, *_COLUMNS_OF_SEQUENCES):
-        yield from _texts(row.get(column))
+    for column in _COLUMNS_WITH_FILES:
+        if value := row.get(column):
+            yield from _texts(value)
     for messages in (row.get("messages"), *_messages_of_sequences(row)):
-        found = media({"messages": messages}) if messages else ()
-        yield from (medium.value for medium in found if isinstance(medium.value, str))
+        if messages:
+            yield from (one.value for one in media({"messages": messages}) if isinstance(one.value, str))
 
 
 def _messages_of_sequences(row: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the conversations of a row other than `messages`: a rejected one, or several candidates."""
     for prefix in _SEQUENCES:
-        found = row.get(f"{prefix}_messages") or ()
-        is_several = isinstance(found, (list, tuple)) and found and isinstance(found[0], (list, tuple))
+        if not (found := row.get(f"{prefix}_messages")):
+            continue
+        is_several = isinstance(found, (list, tuple)) and isinstance(found[0], (list, tuple))
         yield from found if is_several else (found,)
 
 

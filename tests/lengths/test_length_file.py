@@ -141,7 +141,7 @@ def test_file_that_another_process_replaced_is_followed(path):
     mine = LengthCache(path, "context")
     mine.load()
     other = path.with_suffix(".other")
-    _, ends = filled(other, num_blocks=3, num_rows=7)
+    filled(other, num_blocks=3, num_rows=7)
     assert other.stat().st_size > path.stat().st_size
     path.write_bytes(other.read_bytes())
     mine.append(keys(99), sizes(990))

@@ -101,15 +101,18 @@ def test_edited_code_of_the_user_is_measured_again(files, options, runs, tmp_pat
     assert lengths(FIRST) == (first, first)
 
 
-def test_the_users_own_files_are_followed_and_installed_ones_are_not(tmp_path):
-    """LEN-18: what lies beside a plugin counts, and every package of the user that it imports."""
+def test_the_users_own_files_are_followed_and_installed_ones_are_not(tmp_path, monkeypatch):
+    """LEN-18: every package of the user that a plugin imports, whole; what only lies beside a plugin is not."""
+    monkeypatch.syspath_prepend(tmp_path)  # as ms-swift does for a plugin
     package = tmp_path / "mine"
     package.mkdir()
-    (tmp_path / "plugin.py").write_text("import os, numpy\nimport mine.a\nimport nowhere.at.all\n")
+    (tmp_path / "plugin.py").write_text("import os, numpy, mine.a as one, alone\nimport nowhere.at.all\n")
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "alone.py").write_text("")
     for name in ("__init__", "a", "b"):
         (package / f"{name}.py").write_text("")
-    own = {os.path.relpath(file, tmp_path) for file in own_files([], [tmp_path / "plugin.py"]) if str(tmp_path) in file}
-    assert own == {"plugin.py", "mine/__init__.py", "mine/a.py", "mine/b.py"}
+    own = {os.path.relpath(file, tmp_path) for file in own_files([], [tmp_path / "plugin.py"])}
+    assert own == {"plugin.py", "alone.py", "mine/__init__.py", "mine/a.py", "mine/b.py"}
 
 
 # -- the row ----------------------------------------------------------------------------------------------------------

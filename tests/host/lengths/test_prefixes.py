@@ -39,6 +39,7 @@ from tests.images import photo
 from tests.ranks_in_threads import on_ranks
 from tests.videos import video
 
+pytestmark = pytest.mark.usefixtures("never_again")
 LIMITS = SharingLimits(packing_length=2048, least_system_tokens=16)
 
 
