@@ -18,7 +18,7 @@ from swift_vlpack.host.headers import pixel_free, reading_urls
 from swift_vlpack.host.same_on_ranks import check_equal
 from swift_vlpack.lengths.cache import LengthCache, fingerprint
 from swift_vlpack.lengths.cache_folder import UNREACHABLE_URLS, About, lengths_folder, lengths_path, write_about
-from swift_vlpack.lengths.context import OF_PLUGINS, dependencies_of, digest_of
+from swift_vlpack.lengths.context import MAY_DIFFER, dependencies_of, digest_of
 from swift_vlpack.lengths.failures import log_failures, log_surplus_tags
 from swift_vlpack.lengths.measure import Progress, measure
 from swift_vlpack.lengths.prefixes import SharingLimits, SourceToShare, with_prefixes
@@ -113,7 +113,7 @@ class _Pass(NamedTuple):
         cache = LengthCache(lengths_path(self.folder, source.name, context), context)
         if ranks.num_ranks() > 1:
             _check_same_rows(
-                source, {name: digest_of(dependencies[name], 4) for name in {*dependencies} - {OF_PLUGINS}}
+                source, {name: digest_of(dependencies[name], 4) for name in {*dependencies} - {*MAY_DIFFER}}
             )
         if is_master():
             template = encoder.template

@@ -80,8 +80,8 @@ _OF_A_PROCESS = re.compile(
 )
 """Variables by which launchers, shells and loggers tell processes apart: never in the key, whoever names them. They
 differ between the ranks of a run, or between `vlpack plan` and the run, but lengths do not."""
-OF_PLUGINS = "variables of plugins"
-"""The one dependency that may differ between ranks. Each then has keys of its own, and measures its rows under them."""
+MAY_DIFFER = ("variables of plugins", "files beside plugins")
+"""Dependencies that may differ between ranks. Each rank then has keys of its own, and measures its rows under them."""
 
 
 def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
@@ -94,18 +94,21 @@ def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
     own = own_files([template, *helpers, processor, template.tokenizer, *parts.values()], plugins)
     of_swift = variables_named_by(type(template))
     return {
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {
+            name: _version(name) for name in sorted({*_PACKAGES, *chain.from_iterable(map(_imports_of, own))})
+        },
         "template": [f"{type(template).__module__}.{type(template).__qualname__}", _values_of_class(type(template))],
         "settings": settings,
         "meta": {name: value for name, value in vars(template.template_meta).items() if name != "template_cls"},
         "helpers": [[helper, _values_of_class(type(helper))] for helper in helpers],
-        "code": _digests_of_files({*own, *chain.from_iterable(map(_beside, own)), *_files_of_working_copies()}),
+        "code": _digests_of_files({*own, *_files_of_working_copies()}),
+        MAY_DIFFER[1]: _digests_of_files({*chain.from_iterable(map(_beside, own))} - own),
         "processor": _without(folder, {name: _state_of(part) for name, part in {"": processor, **parts}.items()}),
         "config": _without(folder, _state_of_config(getattr(template, "config", None))),
         "tokenizer": [_digest_of_tokenizer(template.tokenizer), _without(folder, _state_of(template.tokenizer))],
         "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
         "variables": {name: os.environ[name] for name in sorted(of_swift)},
-        OF_PLUGINS: {name: os.environ[name] for name in sorted(_variables_quoted_in(own) - of_swift)},
+        MAY_DIFFER[0]: {name: os.environ[name] for name in sorted(_variables_quoted_in(own) - of_swift)},
         "constants": _constants("qwen_vl_utils.vision_process"),
     }
 
@@ -158,11 +161,20 @@ def _beside(file: str) -> Iterator[str]:
     """Yield the files of a file's package; of a file in no package, those in its folder and in packages beside it."""
     folder = Path(file).parent
     if not _is_in_package(file):
-        packages = (made.parent for made in folder.glob("*/__init__.py"))
-        return map(str, (*folder.glob("*.py"), *chain.from_iterable(package.rglob("*.py") for package in packages)))
+        yield from map(str, folder.glob("*.py"))
+        for made in folder.glob("*/__init__.py"):
+            yield from _files_of_package(made.parent)
+        return
     while (folder.parent / "__init__.py").is_file():
         folder = folder.parent
-    return map(str, folder.rglob("*.py"))
+    yield from _files_of_package(folder)
+
+
+def _files_of_package(folder: Path) -> Iterator[str]:
+    for where, folders, files in os.walk(folder):
+        # What cannot be imported is none of the package: `.venv`, `site-packages`.
+        folders[:] = [name for name in folders if name.isidentifier()]
+        yield from (os.path.join(where, name) for name in files if name.endswith(".py"))
 
 
 def _is_in_package(file: str) -> bool:

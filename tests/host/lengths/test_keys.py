@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from datasets import Dataset
 from swift.dataset import load_dataset
@@ -102,7 +103,7 @@ def test_edited_code_of_the_user_is_measured_again(files, options, runs, tmp_pat
     assert lengths(FIRST) == (first, first)
 
 
-def test_the_users_own_files_are_followed_and_installed_ones_are_not(tmp_path, monkeypatch):
+def test_the_users_own_files_are_followed_and_installed_ones_are_not(template, tmp_path, monkeypatch):
     """LEN-18: every package of the user that a plugin imports, whole; what only lies beside a plugin is not."""
     monkeypatch.syspath_prepend(tmp_path)  # as ms-swift does for a plugin
     package = tmp_path / "mine"
@@ -114,6 +115,8 @@ def test_the_users_own_files_are_followed_and_installed_ones_are_not(tmp_path, m
         (package / f"{name}.py").write_text("")
     own = {os.path.relpath(file, tmp_path) for file in own_files([], [tmp_path / "plugin.py"])}
     assert own == {"plugin.py", "alone.py", "mine/__init__.py", "mine/a.py", "mine/b.py"}
+    packages = dependencies_of(template, [tmp_path / "plugin.py"])["packages"]
+    assert packages["numpy"] == numpy.__version__, "of what is installed the version is in the key"
 
 
 OF_A_PROCESS = (

@@ -124,13 +124,17 @@ def test_ranks_with_other_settings_are_told_which(template, tmp_path, monkeypatc
 
 
 def test_ranks_of_other_machines_and_users_agree(template, tmp_path):
-    """LEN-12 LEN-21: nor does a variable that a plugin names stop them: each rank has keys of its own then."""
+    """LEN-12 LEN-21: what a plugin names or lies beside it may differ: each rank has keys of its own then."""
     rows = dataset(texts(20))
-    plugin = tmp_path / "plugin.py"
-    plugin.write_text("names = 'HOSTNAME', 'USER', '_', 'MY_NODE'")
-    args = SimpleNamespace(**vars(ARGS), external_plugins=[str(plugin)])
+    plugins = [tmp_path / str(rank) / "plugin.py" for rank in range(2)]
+    for rank, plugin in enumerate(plugins):
+        plugin.parent.mkdir()
+        plugin.write_text("names = 'HOSTNAME', 'USER', '_', 'MY_NODE'")
+        (plugin.parent / "notes.py").write_text(f"# of rank {rank}")
+    args = SimpleNamespace(**vars(ARGS), external_plugins=[])
 
     def case(rank, template):
+        args.external_plugins[:] = [str(plugins[rank])]
         os.environ |= dict.fromkeys(("HOSTNAME", "USER", "_", "LS_COLORS", "MY_NODE"), f"of rank {rank}")
         found = [with_lengths(source(rows), template, args, str(tmp_path / "cache")).sizes for _ in range(2)]
         return [(sizes.lengths.tolist(), sizes.num_remembered) for sizes in found]
