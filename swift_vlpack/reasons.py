@@ -109,7 +109,7 @@ class Reason(str, Enum):
         About(
             kind=Kind.LOAD,
             meaning="grew since it was measured, and its pack has no room",
-            remedy="nothing: the next run plans with its true length",
+            remedy="nothing: the next run measures a changed file again",
         ),
     )
     OVERFLOW = (

@@ -89,6 +89,16 @@ def forked_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dataset, "map", Dataset.map.__wrapped__)
 
 
+@pytest.fixture
+def never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No remembered row is looked at again, in tests that count what is encoded."""
+    import numpy as np
+
+    from swift_vlpack.lengths.measured_sizes import MeasuredSizes
+
+    monkeypatch.setattr(MeasuredSizes, "to_look_at_again", lambda sizes: np.zeros(0, np.int64))
+
+
 def _is_first(record: logging.LogRecord) -> bool:
     """Not a line of a room without ms-swift that ms-swift's log was handed and that the root hears again."""
     is_handed_on = record.name != "swift_vlpack" and not record.name.startswith("swift_vlpack.")

@@ -10,7 +10,7 @@ from swift_vlpack import json_lines
 
 
 def test_values_come_back_and_damaged_lines_cost_no_other(tmp_path):
-    """LEN-16 DATA-16"""
+    """DATA-16"""
     path = tmp_path / "folder" / "lines"
     assert list(json_lines.read(path)) == []
     json_lines.append(path, [])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from swift.utils import get_logger, is_master
@@ -18,7 +18,7 @@ from swift_vlpack.host.headers import pixel_free, reading_urls
 from swift_vlpack.host.same_on_ranks import check_equal
 from swift_vlpack.lengths.cache import LengthCache, fingerprint
 from swift_vlpack.lengths.cache_folder import About, lengths_folder, lengths_path, write_about
-from swift_vlpack.lengths.context import dependencies_of, digest_of
+from swift_vlpack.lengths.context import MAY_DIFFER, dependencies_of, digest_of
 from swift_vlpack.lengths.failures import log_failures, log_surplus_tags
 from swift_vlpack.lengths.measure import Progress, measure
 from swift_vlpack.lengths.prefixes import SourceToShare, with_prefixes
@@ -49,9 +49,13 @@ def with_all_lengths(
     the rows that begin with the same media and have fewer tokens than that.
     """
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
+    folder = lengths_folder(cache_dir, os.environ)
+    # Before any row is encoded: encoding may change what templates and plugins hold.
+    dependencies = dependencies_of(encoder.template, getattr(args, "external_plugins", None) or [])
     with _without_model(encoder.template):
         with Progress(num_rows, is_shown=is_master()) as progress:
-            measured = [_measured(source, encoder, args, cache_dir, progress, in_full=in_full) for source in sources]
+            of_run = _Pass(args, folder, progress, dependencies, in_full)
+            measured = [of_run.measured(source, encoder.for_source(source)) for source in sources]
         if share_within is None:
             return [one.source for one in measured]
         return with_prefixes(measured, share_within, ranks.RanksOfRun(), is_shown=is_master())
@@ -67,51 +71,54 @@ def _without_model(template: Any) -> Iterator[None]:
         template.model = model
 
 
-def _measured(
-    source: RowSource,
-    encoder: RowEncoder,
-    args: Any,
-    cache_dir: str | None,
-    progress: Progress,
-    *,
-    in_full: bool,
-) -> SourceToShare:
-    """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
-    encoder = encoder.for_source(source)
-    template = encoder.template
-    folder = lengths_folder(cache_dir, os.environ)
-    urls = Urls()
-    encoders = Encoders(
-        by_header=None if in_full else encoder.using(pixel_free(template, urls)),
-        in_full=encoder.using(reading_urls(template, urls)),
-        urls=urls,
-        is_strict=args.strict,
-        num_processes=args.dataset_num_proc or 1,
-    )
-    dependencies = dependencies_of(template, getattr(args, "external_plugins", None) or [])
-    dependencies["cutting"] = "" if encoder.divider is None else encoder.divider.digest()
-    dependencies["targets"] = encoder.targets  # sizes count supervised tokens, and targets are not in the template
-    cache = _cache(source, encoder, dependencies, folder)
-    sizes = measure(source, cache, encoders, ranks.RanksOfRun(), progress)
-    # A text-only model trains every tag as words, so no tag is surplus.
-    sizes = sizes if template.model_meta.is_multimodal else replace(sizes, surplus_tags=())
-    if is_master():
-        log_surplus_tags(source, sizes)
-        log_failures(source, sizes)
-    return SourceToShare(replace(source, sizes=sizes), encoders, cache.path)
+class _Pass(NamedTuple):
+    """Measure the rows of each source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
 
+    args: Any
+    folder: Path
+    progress: Progress
+    dependencies: Mapping[str, Any]
+    in_full: bool
 
-def _cache(source: RowSource, encoder: RowEncoder, dependencies: dict[str, Any], folder: Path) -> LengthCache:
-    """Open the cache for this source and template, after a check that all ranks have the same rows and settings."""
-    context = digest_of(dependencies, 16)
-    cache = LengthCache(lengths_path(folder, source.name, context), context)
-    if ranks.num_ranks() > 1:
-        _check_same_rows(source, {name: digest_of(part, 4) for name, part in dependencies.items()})
-    if is_master():
-        template = encoder.template
-        of_model = (str(template.template_meta.template_type), str(template.model_meta.model_type))
-        write_about(cache.path, About(source.name, source.origin, *of_model, swift_vlpack.__version__))
-    return cache
+    def measured(self, source: RowSource, encoder: RowEncoder) -> SourceToShare:
+        """Measure a source with its own encoder."""
+        template, args = encoder.template, self.args
+        urls = Urls()
+        encoders = Encoders(
+            by_header=None if self.in_full else encoder.using(pixel_free(template, urls)),
+            in_full=encoder.using(reading_urls(template, urls)),
+            urls=urls,
+            is_strict=args.strict,
+            num_processes=args.dataset_num_proc or 1,
+        )
+        cache = self._cache(source, encoder)
+        sizes = measure(source, cache, encoders, ranks.RanksOfRun(), self.progress)
+        # A text-only model trains every tag as words, so no tag is surplus.
+        sizes = sizes if template.model_meta.is_multimodal else replace(sizes, surplus_tags=())
+        if is_master():
+            log_surplus_tags(source, sizes)
+            log_failures(source, sizes)
+        return SourceToShare(replace(source, sizes=sizes), encoders, cache.path)
+
+    def _cache(self, source: RowSource, encoder: RowEncoder) -> LengthCache:
+        """Open the cache for this source and template, after a check that all ranks have the same rows and settings."""
+        dependencies = {
+            **self.dependencies,
+            "max_pixels": source.max_pixels,
+            "cutting": "" if encoder.divider is None else encoder.divider.digest(),
+            "targets": encoder.targets,  # sizes count supervised tokens, and targets are not in the template
+        }
+        context = digest_of(dependencies, 16)
+        cache = LengthCache(lengths_path(self.folder, source.name, context), context)
+        if ranks.num_ranks() > 1:
+            _check_same_rows(
+                source, {name: digest_of(dependencies[name], 4) for name in {*dependencies} - {*MAY_DIFFER}}
+            )
+        if is_master():
+            template = encoder.template
+            of_model = (str(template.template_meta.template_type), str(template.model_meta.model_type))
+            write_about(cache.path, About(source.name, source.origin, *of_model, swift_vlpack.__version__))
+        return cache
 
 
 def _check_same_rows(source: RowSource, settings: dict[str, str]) -> None:

@@ -1,8 +1,8 @@
 """Find, list and remove the files of cached lengths.
 
-For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths` and `.details`
-(`cache.py`), `.prefixes` (`prefixes.py`), `.about`, which names their source and model, and `.damaged-PID`, a file that
-was set aside. All sources share unreachable.urls. Earlier versions also wrote media.digests.
+For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths`, `.unchecked`
+and `.details` (`cache.py`), `.prefixes` (`prefixes.py`), and `.about`, which names their source and model. Files that
+earlier versions have left are listed and removed as well.
 A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 
@@ -22,13 +22,14 @@ import numpy as np
 from swift_vlpack.files import write_json
 from swift_vlpack.lengths.length_file import MAGIC, read_records
 
-UNREACHABLE_URLS = "unreachable.urls"
 _OF_SOURCE = re.compile(
-    r"(?P<stem>.+?-[0-9a-f]{12})\."
-    r"(?P<kind>lengths|prefixes|details|about|damaged-\d+)"
+    r"(?P<stem>.+?-[0-9a-f]{12})\.(?P<kind>lengths|unchecked|prefixes|details|about"
+    # of 0.2.0
+    r"|notes|heads|failures|damaged-\d+|\d+of\d+\.keys|[0-9a-f]{12}\.(?:notes\.)?parts)"
 )
-_SHARED = re.compile(rf"{re.escape(UNREACHABLE_URLS)}|media\.digests")
-_BINARY = ("lengths", "prefixes")
+_SHARED = re.compile(r"unreachable\.urls|media\.digests|[0-9a-f]{32}\.(?:trust|observed|damaged-\d+)")  # of 0.2.0
+_BINARY = ("lengths", "unchecked", "prefixes", "notes", "heads", "keys")
+_MAGIC = MAGIC.partition(b" ")[0]  # of every kind and version
 _ABOUT = ".about"
 
 
@@ -123,12 +124,12 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(path: Path, kind: str) -> bool:
-    # A file that was set aside is damaged, perhaps in its first bytes. Its name has a digest and a process id.
+    # A file that 0.2.0 set aside is damaged, perhaps in its first bytes. Its name has a digest and a process id.
     if kind.startswith("damaged-"):
         return True
     with path.open("rb") as file:
-        if kind in _BINARY:
-            return file.read(len(MAGIC)) in (MAGIC, b"")
+        if kind.endswith(_BINARY):
+            return file.read(len(_MAGIC)) in (_MAGIC, b"")
         return file.read(1) in (b"{", b"[", b'"', b"")  # as JSON begins
 
 

@@ -1,9 +1,11 @@
 """Collect everything but the row that a length depends on. Its digest, the *context*, is part of every cache key.
 
-Everything is taken, except what is known not to matter: the state of the template, of its processor, tokenizer and
-model config; versions of packages; the bytes of the user's own Python files; and the environment variables that the
-source of any of these names. What this cannot see (code without a file, a computed name of a variable, a data file that
-a plugin reads) shows in the lengths themselves: every start measures a few remembered rows again (`measure.py`).
+The context has the state of the template, of its processor, tokenizer and model config; versions of packages; the bytes
+of the user's own Python files; and environment variables: those that ms-swift's code reads, and those that the user's
+files name. It is taken before any row is encoded, because encoding may change a counter in one of these.
+
+Some causes are in no context (a data file that a plugin reads, a setting inside of an object, a name that is put
+together). They show in the lengths themselves: every start encodes a few remembered rows again (`measure.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +62,26 @@ _NOT_OF_CONFIG = re.compile(
 """Config values that are not in the key: training changes them, they say how a model computes, or they belong to the
 language model."""
 _OF_VISION = re.compile("vision|visual|vit|image|audio")
-_READ = re.compile(r"""get_env_args\(\s*['"](\w+)""")  # ms-swift's own way, in upper or lower case
-_WORD = re.compile(r"\w+")
-_IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
+_READ = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
+"""The ways in which ms-swift reads a variable. `get_env_args` takes names in lower case as well."""
+_QUOTED = re.compile(r"""(?<=['"])\w{2,}(?=['"])|(?<=\$)\w{2,}|(?<=\$\{)\w{2,}""")
+_IMPORTED = re.compile(r"^\s*(?:from\s+(\w+)|import\s+([\w., ]+))", re.MULTILINE)
 _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")  # the code that loads media
-_OF_RANKS = re.compile(
+_OF_A_PROCESS = re.compile(
+    # the ranks of a launcher
     r"((LOCAL|NODE|GROUP|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|NPROC_PER_NODE|NNODES"
     r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|SLURM|OMPI|PMI|PMIX|LSB|PBS|KUBERNETES|RAY)_\w+"
+    # a shell and its user
+    r"|_|USER|LOGNAME|HOSTNAME|SHELL|SHLVL|(OLD)?PWD|PATH|LD_\w+|LS_COLORS|TERM|COLUMNS|LINES|TMPDIR|TMP|TEMP"
+    r"|(XDG|SSH|CONDA|VIRTUAL_ENV)\w*"
+    # logs, devices and libraries
+    r"|(NCCL|GLOO|CUDA|TORCH_NCCL|PYTEST|TQDM|WANDB|SWANLAB|MLFLOW|MODELSCOPE)_\w+|PYTHON[A-Z]+|\w*VERBOSITY"
+    r"|(OMP|MKL|OPENBLAS)_NUM_THREADS|\w*LOG_?LEVEL|HF_(HOME|TOKEN|ENDPOINT|ASSETS_CACHE|(HUB|DATASETS|XET)_\w+)"
 )
-"""Variables by which launchers tell processes apart. They differ between the ranks of a run, but lengths do not."""
+"""Variables by which launchers, shells and loggers tell processes apart: never in the key, whoever names them. They
+differ between the ranks of a run, or between `vlpack plan` and the run, but lengths do not."""
+MAY_DIFFER = ("variables of plugins", "files beside plugins")
+"""Dependencies that may differ between ranks. Each rank then has keys of its own, and measures its rows under them."""
 
 
 def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
@@ -78,18 +92,23 @@ def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
     settings = {name: value for name, value in vars(template).items() if not _NOT_OF_LENGTH.fullmatch(name)}
     helpers = [template.template_meta, template.loss_scale, *_agent_template(template)]
     own = own_files([template, *helpers, processor, template.tokenizer, *parts.values()], plugins)
+    of_swift = variables_named_by(type(template))
     return {
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {
+            name: _version(name) for name in sorted({*_PACKAGES, *chain.from_iterable(map(_imports_of, own))})
+        },
         "template": [f"{type(template).__module__}.{type(template).__qualname__}", _values_of_class(type(template))],
         "settings": settings,
         "meta": {name: value for name, value in vars(template.template_meta).items() if name != "template_cls"},
         "helpers": [[helper, _values_of_class(type(helper))] for helper in helpers],
         "code": _digests_of_files({*own, *_files_of_working_copies()}),
+        MAY_DIFFER[1]: _digests_of_files({*chain.from_iterable(map(_beside, own))} - own),
         "processor": _without(folder, {name: _state_of(part) for name, part in {"": processor, **parts}.items()}),
         "config": _without(folder, _state_of_config(getattr(template, "config", None))),
         "tokenizer": [_digest_of_tokenizer(template.tokenizer), _without(folder, _state_of(template.tokenizer))],
         "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
-        "variables": {name: os.environ[name] for name in sorted(variables_named_by(type(template), own))},
+        "variables": {name: os.environ[name] for name in sorted(of_swift)},
+        MAY_DIFFER[0]: {name: os.environ[name] for name in sorted(_variables_quoted_in(own) - of_swift)},
         "constants": _constants("qwen_vl_utils.vision_process"),
     }
 
@@ -98,10 +117,9 @@ def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
 
 
 def own_files(objects: Iterable[Any], plugins: Iterable[str] = ()) -> set[str]:
-    """Return the user's own Python files: of the objects' classes and of plugins, and all that lie beside these.
+    """Return the user's own Python files: of the objects' classes, of plugins, and of what any of these import.
 
-    A file in a package stands for the whole package, any other for its folder, which is on the path when a plugin is
-    imported. Packages that these files import are followed, unless they are installed: then a version stands for them.
+    A file in a package stands for the whole package. An installed package is not followed: its version stands for it.
     """
     bases = [base for each in objects for base in type(each).__mro__]
     todo = [file for base in bases if (file := _file_of(base)) is not None]
@@ -111,10 +129,22 @@ def own_files(objects: Iterable[Any], plugins: Iterable[str] = ()) -> set[str]:
         file = todo.pop()
         if file in found or _is_installed(file) or not os.path.isfile(file):
             continue
-        found.update({file, *_beside(file)})
-        names = set(_IMPORTED.findall(Path(file).read_text(encoding="utf-8", errors="replace")))
-        todo += [origin for name in names if (origin := _origin(name)) is not None]
+        found.add(file)
+        if _is_in_package(file):
+            todo += _beside(file)
+        todo += [origin for name in _imports_of(file) if (origin := _origin(name)) is not None]
     return found
+
+
+def _imports_of(file: str) -> set[str]:
+    """Return the packages and modules that a file imports."""
+    found = _IMPORTED.findall(_text_of(file))
+    names = [name for one, several in found for name in (one, *several.split(","))]
+    return {name.strip().partition(".")[0].partition(" ")[0] for name in names} - {""}
+
+
+def _text_of(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8", errors="replace")
 
 
 @cache
@@ -128,19 +158,33 @@ def _digests_of_files(files: Iterable[str]) -> list[str]:
 
 
 def _beside(file: str) -> Iterator[str]:
+    """Yield the files of a file's package; of a file in no package, those in its folder and in packages beside it."""
     folder = Path(file).parent
-    if not (folder / "__init__.py").is_file():
-        return map(str, (*folder.glob("*.py"), *folder.glob("*/*.py")))
+    if not _is_in_package(file):
+        yield from map(str, folder.glob("*.py"))
+        for made in folder.glob("*/__init__.py"):
+            yield from _files_of_package(made.parent)
+        return
     while (folder.parent / "__init__.py").is_file():
         folder = folder.parent
-    return map(str, folder.rglob("*.py"))
+    yield from _files_of_package(folder)
+
+
+def _files_of_package(folder: Path) -> Iterator[str]:
+    for where, folders, files in os.walk(folder):
+        # What cannot be imported is none of the package: `.venv`, `site-packages`.
+        folders[:] = [name for name in folders if name.isidentifier()]
+        yield from (os.path.join(where, name) for name in files if name.endswith(".py"))
+
+
+def _is_in_package(file: str) -> bool:
+    return (Path(file).parent / "__init__.py").is_file()
 
 
 def _file_of(made: type) -> str | None:
     return getattr(sys.modules.get(made.__module__), "__file__", None)
 
 
-@cache
 def _origin(package: str) -> str | None:
     try:
         spec = importlib.util.find_spec(package)
@@ -161,20 +205,23 @@ def _is_in_site(file: str) -> bool:
     return bool({"site-packages", "dist-packages"} & set(parts)) or any(Path(file).is_relative_to(one) for one in own)
 
 
-def variables_named_by(template_class: type, own: Iterable[str] = ()) -> set[str]:
-    """Return the variables of the environment whose names occur in the source of the template or in the user's files.
-
-    However the source reads a variable, it has to name it. Variables of launchers differ from rank to rank, and folders
-    of images are part of the keys of rows.
-    """
+def variables_named_by(template_class: type) -> set[str]:
+    """Return the variables that are set and that the code of the template and of loading media reads."""
     of_template = [file for base in template_class.__mro__ if (file := _file_of(base)) is not None]
     loading = [file for module in _LOADING if (file := _origin_of_module(module)) is not None]
-    named: set[str] = set()
-    for file in {*of_template, *loading, *own}:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
-        named.update(_WORD.findall(text), map(str.upper, _READ.findall(text)))
-    return {name for name in os.environ if name in named and not _NOT_OF_LENGTH.fullmatch(name)
-            and not _OF_RANKS.fullmatch(name)}  # fmt: skip
+    return _of_length({name.upper() for file in {*of_template, *loading} for name in _READ.findall(_text_of(file))})
+
+
+def _variables_quoted_in(files: Iterable[str]) -> set[str]:
+    """Return the variables that are set and whose names stand in quotes: whoever reads one has to name it."""
+    texts = list(map(_text_of, files))
+    quoted = {name for text in texts for name in _QUOTED.findall(text)}
+    return _of_length(quoted | {name.upper() for text in texts for name in _READ.findall(text)})
+
+
+def _of_length(names: set[str]) -> set[str]:
+    found = (name for name in names if not _NOT_OF_LENGTH.fullmatch(name) and not _OF_A_PROCESS.fullmatch(name))
+    return {name for name in found if name in os.environ}
 
 
 def _origin_of_module(module: str) -> str | None:

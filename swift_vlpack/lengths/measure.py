@@ -13,11 +13,21 @@
 ...     measure(source, cache, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
-To decode all images takes hours, to read a header takes a millisecond. So `Encoders` has two ways to encode a row, and
-the quick one is checked before it is trusted (`trust.py`): rows of every kind, some drawn rows and the extremes are
-encoded both ways. After a single difference, every row of the source is encoded in full, now and at later starts. Each
-rank measures its share of the rows (`rank_rows.py`) in several processes (`rows_work.py`, `forked.py`), and saves sizes
-as they come (`cache.py`).
+What the sizes of a source are worth, in the order in which `measure` sees to it:
+
+1. *One key.* A remembered size is found by the row, its files, and the settings that it depends on (`cache.py`).
+2. *Looked at again.* At every start, each rank encodes some remembered rows in full: the longest, the one of most
+   patches, and drawn ones. If one has another size now, the key lacks what changed it, and all remembered sizes of the
+   source are dropped, with a warning.
+3. *Checked before believed.* To decode all images takes hours, to read a header takes a millisecond. So other rows are
+   measured by their headers, and rows of every kind, drawn rows and the extremes are encoded in full as well
+   (`trust.py`). After a single difference, every row of the source is encoded in full, now and at later starts, and
+   each of these starts says so. Sizes from headers are saved as they come, but a start that finds them unchecked,
+   because the one before was killed, compares them as its own.
+4. *The true length decides* when a pack is loaded, for a row that is unlike all that were compared.
+
+Each rank measures its share of the rows (`rank_rows.py`) in several processes (`rows_work.py`, `forked.py`), and all
+ranks get the same sizes (`measured_sizes.py`).
 """
 
 from __future__ import annotations
@@ -34,11 +44,11 @@ from tqdm import tqdm
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.lengths import forked
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, Sizes
+from swift_vlpack.lengths.length_file import BY_HEADER, Sizes
 from swift_vlpack.lengths.measured_sizes import Findings, MeasuredSizes, joined
 from swift_vlpack.lengths.rank_rows import Positions, RankRows
-from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind, are_equal, in_words
-from swift_vlpack.lengths.trust import Checks, extremes, num_to_draw
+from swift_vlpack.lengths.rows_work import SEEN_IN_HEADERS, Encoders, RowsWork, Task, TaskKind, are_equal, in_words
+from swift_vlpack.lengths.trust import Checks, extremes, num_to_draw, without_headers
 from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
@@ -59,10 +69,6 @@ _NUM_KEYS_WORTH_A_PROCESS = 2000
 """Number of rows for which one more process is started to compute their keys. A key takes 0.02 ms for a text and 0.03
 to 0.05 ms for an image; to start and end a process takes about 50 ms."""
 
-_NUM_MEASURED_AGAIN = 4
-"""Remembered rows that each rank measures again at a start, by their headers: some milliseconds. Most changes that no
-key sees (a prompt, an image limit) change every row."""
-
 
 def measure(
     source: RowSource,
@@ -76,23 +82,27 @@ def measure(
     All ranks call this function and get the same result. Without `progress`, no bar is shown.
     """
     mine = _RankPass(source, cache, encoders, comm, progress)
-    # Divide the drawn rows among ranks: all ranks together draw as many rows as a single rank would.
-    num_drawn = -(-num_to_draw(len(source.rows)) // comm.num_ranks)
     difference = _first(comm.results_of_all(mine.look_up))
-    if difference is None and (stale := _first(comm.results_of_all(mine.measure_some_again))) is not None:
+    if (change := _first(comm.results_of_all(mine.look_again))) is not None:
         if comm.rank == 0:
-            logger.warning("source %s: remembered lengths are wrong, all rows are measured: %s", source.name, stale)
+            logger.warning(
+                "source %s: remembered lengths are wrong, so all of its rows are measured again: %s",
+                source.name,
+                change,
+            )
         comm.results_of_all(mine.sizes.forget)
+        difference = None
     if difference is None:
+        # Divide the drawn rows among ranks: all ranks together draw as many rows as a single rank would.
+        num_drawn = -(-num_to_draw(len(source.rows)) // comm.num_ranks)
         difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn)))
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
-        # Find the extremes of the whole source, not of each rank's share, and compare those of this rank.
-        ends = extremes(sizes)
-        my_ends = ends[ends % comm.num_ranks == comm.rank] // comm.num_ranks
-        difference = _first(comm.results_of_all(lambda: mine.compare(my_ends)))
+        # Find these rows in the whole source, not in each rank's share, and compare those of this rank.
+        ends, silent = mine.of_this_rank(extremes(sizes)), mine.of_this_rank(without_headers(sizes))
+        difference = _first(comm.results_of_all(lambda: mine.compare(ends, silent)))
     if difference is None:
-        comm.results_of_all(mine.sizes.save_headers)
+        comm.results_of_all(mine.sizes.believe_headers)
     else:
         if comm.rank == 0:
             logger.warning(
@@ -100,17 +110,16 @@ def measure(
             )
         mine.distrust_headers()
         comm.results_of_all(mine.measure)
-        sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
+    comm.results_of_all(mine.sizes.forget_unchecked)
+    sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
     findings = comm.results_of_all(mine.sizes.findings)
-    return _index_of(
-        sizes, findings, difference or _silence_of_headers(sizes), is_cut=encoders.in_full.divider is not None
-    )
+    return _index_of(sizes, findings, difference, is_cut=encoders.in_full.divider is not None)
 
 
 class _RankPass:
-    """Measure one rank's rows, in three steps: `look_up`, `measure`, `compare`.
+    """Measure one rank's rows, in four steps: `look_up`, `look_again`, `measure`, `compare`.
 
-    Each returns the first difference between headers and full encoding in words; None if there is none.
+    Each returns the first difference that it finds in words; None if there is none.
     """
 
     def __init__(
@@ -119,10 +128,10 @@ class _RankPass:
         rows = RankRows.of(source, comm)
         self.sizes = MeasuredSizes(rows, cache)
         self._rows = rows
-        self._comm = comm
         self._name = source.name
         self._work = RowsWork(rows, cache, encoders)
         self._progress = progress or Progress()
+        self._changed: list[int] = []  # rows whose remembered size was wrong
 
     @property
     def _encoders(self) -> Encoders:
@@ -136,27 +145,41 @@ class _RankPass:
             for chunk in self._results(tasks, _worth(len(everything), _NUM_KEYS_WORTH_A_PROCESS)):
                 self.sizes.take_keys(chunk)
                 bar.update(len(chunk.positions))
-        if self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider):
-            return "an earlier start found that they differ, as its file of lengths records"
-        if self._encoders.by_header is None:
+        differs = self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider)
+        if differs or self._encoders.by_header is None:
             self.sizes.forget_headers()
+        return "an earlier start found that they differ, as its file of lengths records" if differs else None
+
+    def look_again(self) -> str | None:
+        """Encode a few remembered rows in full."""
+        found = self._encoded_again(self.sizes.to_look_at_again())
+        changed = {at: now for at, now in found.items() if not are_equal(self.sizes.sizes[at], now)}
+        # Encode these once more: a row of which each encoding has another size (its template draws) tells of no change.
+        once_more = self._encoded_again(np.array(sorted(changed), np.int64))
+        self._changed = [at for at, now in once_more.items() if are_equal(changed[at], now)]
+        for at in self._changed:
+            known = in_words(self.sizes.sizes[at])
+            return f"{self._rows.sample_id(at)} has {in_words(changed[at])}, remembered are {known}"
         return None
 
-    def measure_some_again(self) -> str | None:
-        """Measure a few remembered rows. A size that is another now says that the key lacks what made it so."""
-        some = self.sizes.remembered(_NUM_MEASURED_AGAIN)
-        for chunk in self._results(_tasks(TaskKind.MEASURE, some, max(1, len(some)))):
-            for at, position in enumerate(chunk.positions.tolist()):
-                known, now = self.sizes.sizes[position], chunk.sizes[at]
-                if now["length"] and not are_equal(known, now):
-                    return f"{self._rows.sample_id(position)} has {in_words(now)}, remembered are {in_words(known)}"
-        return None
+    def _encoded_again(self, positions: Positions) -> dict[int, Any]:
+        """Return the sizes of rows by full encoding, without rows that may be encoded at another time."""
+        found = {}
+        for chunk in self._results(_tasks(TaskKind.AGAIN, positions, 1)):
+            [position], [size], [is_lasting] = chunk.positions.tolist(), chunk.sizes, chunk.is_saved
+            if is_lasting and REASONS[size["reason"]] in ("", *SEEN_IN_HEADERS):
+                found[position] = size
+        return found
 
     def measure(self, num_drawn: int = 0) -> str | None:
         """Measure all rows that the cache does not have, and compare some as the pass goes on."""
         unknown = self.sizes.unknown()
-        checks = Checks(self.sizes.drawn(num_drawn))
-        tasks = _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
+        # Headers may have been wrong where a remembered size was.
+        drawn = np.union1d(self.sizes.drawn(num_drawn), np.array(self._changed, np.int64))
+        checks = Checks(drawn if self._encoders.by_header is not None else drawn[:0])
+        # Drawn rows that a killed start has measured come first.
+        tasks = self._comparing(self.sizes.unchecked(drawn).tolist())
+        tasks += _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
         with self._bar("Lengths", len(unknown)) as bar:
             for chunk in self._results(tasks):
                 self.sizes.take(chunk)
@@ -168,11 +191,19 @@ class _RankPass:
                     tasks.extendleft(self._comparing(checks.choose(chunk)))
                     bar.update(len(chunk.positions))
                     _show_unreachable(bar, self.sizes.num_failed(Reason.URL_UNREACHABLE))
+                for positions in checks.done():
+                    self.sizes.save_unchecked(positions)
         return None
 
-    def compare(self, positions: Positions) -> str | None:
-        """Encode rows both ways, except those that were compared before."""
-        todo = self.sizes.unproven(positions)
+    def of_this_rank(self, indices: Positions) -> Positions:
+        """Return the positions of those rows of the source that belong to this rank."""
+        return np.flatnonzero(np.isin(self._rows.indices, indices))
+
+    def compare(self, ends: Positions, silent: Positions) -> str | None:
+        """Encode rows both ways: extremes that were not compared before, and one of which the header gave no size."""
+        if self._encoders.by_header is None:
+            return None
+        todo = np.union1d(self.sizes.unproven(ends), silent)
         with self._bar("Checking lengths", len(todo)) as bar:
             for chunk in self._results(self._comparing(todo.tolist())):
                 self.sizes.take(chunk)
@@ -220,13 +251,6 @@ def _worth(amount: int, of_a_process: int) -> int:
 
 def _first(differences: Iterable[str | None]) -> str | None:
     return next((difference for difference in differences if difference is not None), None)
-
-
-def _silence_of_headers(sizes: Sizes) -> str | None:
-    """Say that no row could be measured from its headers, if that is so although none differs; otherwise None."""
-    proofs = sizes["proof"][sizes["length"] > 0]
-    is_silent = len(proofs) > 0 and not np.isin(proofs, (BY_HEADER, AGREED)).any()
-    return "no row could be measured without encoding it" if is_silent else None
 
 
 def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | None, *, is_cut: bool) -> LengthIndex:

@@ -1,14 +1,18 @@
-"""Hold the sizes of a rank's rows: load them from the cache, add what is measured, and save that to the cache."""
+"""Hold the sizes of a rank's rows: look them up in the cache, add what is measured, and save that to the cache.
+
+A size is *unchecked* from when it was taken from headers until `believe_headers`: it is used, but it may have to go.
+"""
 
 from __future__ import annotations
 
+import random
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.lengths.cache import Details, LengthCache
-from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE
+from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, Sizes
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import RowKeys
 from swift_vlpack.plan.parts import Part
@@ -16,6 +20,10 @@ from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import REASONS
 from swift_vlpack.rows.cutting import Divider
 from swift_vlpack.rows.faults import Fault
+
+NUM_AGAIN_OF_EACH = 2
+"""Remembered texts, rows with media, and other rows that are drawn to be looked at again at a start."""
+_NUM_OF_APPEND = 1 << 16  # rows, so that a million rows are not copied at once
 
 
 class Findings(NamedTuple):
@@ -34,13 +42,14 @@ class MeasuredSizes:
         self.sizes: NDArray[np.void] = np.zeros(len(rows), SIZE)
         self.keys = np.zeros(len(rows), KEY)
         self._is_known: NDArray[np.bool_] = np.zeros(len(rows), dtype=bool)
+        self._is_unchecked: NDArray[np.bool_] = np.zeros(len(rows), dtype=bool)
         self._has_surplus_tags = np.zeros(len(rows), dtype=bool)
+        self._names_url = np.zeros(len(rows), dtype=bool)
         self._faults: dict[int, Fault] = {}  # by index in the source
         self._parts: dict[int, tuple[Part, ...]] = {}  # by position
         self._num_remembered = 0
         self._rows = rows
         self._cache = cache
-        self._is_unsaved: NDArray[np.bool_] = np.zeros(len(rows), dtype=bool)
 
     # -- look up ------------------------------------------------------------------------------------------------------
 
@@ -48,6 +57,7 @@ class MeasuredSizes:
         """Store the keys of some rows. `look_up` needs the keys of all rows."""
         self.keys[found.positions] = found.keys
         self._has_surplus_tags[found.positions] = found.has_surplus_tags
+        self._names_url[found.positions] = found.names_url
 
     def look_up(self, *, is_strict: bool, divider: Divider | None = None) -> bool:
         """Load what the cache has for these rows: sizes, failures and, with `divider`, the parts of rows.
@@ -55,13 +65,18 @@ class MeasuredSizes:
         With `is_strict`, failed rows stay unknown, so that they are encoded again and stop the run.
         Returns True if an earlier start found that headers of this source are wrong.
         """
-        saved = self._cache.load()
-        self._is_known, self.sizes = saved.of(self.keys)
+        checked = self._cache.load()
+        self._is_known, self.sizes = checked.of(self.keys)
+        is_unchecked, sizes = self._cache.load_unchecked().of(self.keys)
+        self._is_unchecked = is_unchecked & ~self._is_known
+        self.sizes[self._is_unchecked] = sizes[self._is_unchecked]
+        self._is_known |= self._is_unchecked
         if is_strict:
             self._is_known &= self.sizes["reason"] == 0
         self._look_up_details(divider)
+        self._is_unchecked &= self._is_known
         self._num_remembered = int(self._is_known.sum())
-        return saved.num_differing > 0
+        return checked.num_differing > 0
 
     def _look_up_details(self, divider: Divider | None) -> None:
         """Load errors and parts. A cut row without cached parts, or longer than its parts, is measured again."""
@@ -83,27 +98,35 @@ class MeasuredSizes:
         """Return the rows that have no size yet."""
         return np.flatnonzero(~self._is_known)
 
-    def drawn(self, num_rows: int) -> Positions:
-        """Draw at most `num_rows` of the rows that have no size yet."""
-        unknown = self.unknown()
-        # The seed is the source's name, so that every start draws the same rows, and other sources draw other rows.
-        return unknown[permutation(len(unknown), "lengths", self._rows.source.name)[:num_rows]]
-
-    def remembered(self, num_rows: int) -> Positions:
-        """Draw some of the rows that an earlier start could encode."""
-        usable = np.flatnonzero(self._is_known & (self.sizes["length"] > 0))
-        return usable[permutation(len(usable), "again", self._rows.source.name)[:num_rows]]
-
-    def forget(self) -> None:
-        """Drop all sizes that earlier starts saved."""
-        self._is_known[:] = False
-        self._num_remembered = 0
-        self._parts.clear()
-        self._faults.clear()
+    def unchecked(self, positions: Positions) -> Positions:
+        """Select the rows whose size was taken from headers and has to prove right."""
+        return positions[self._is_unchecked[positions]]
 
     def unproven(self, positions: Positions) -> Positions:
-        """Select the rows that have no size, or one that this start took from headers: what is saved was checked."""
-        return positions[~self._is_known[positions] | self._is_unsaved[positions]]
+        """Select the rows that have no size, or an unchecked one."""
+        return positions[~self._is_known[positions] | self._is_unchecked[positions]]
+
+    def drawn(self, num_rows: int) -> Positions:
+        """Draw at most `num_rows` of the unproven rows."""
+        unproven = self.unproven(np.arange(len(self._rows)))
+        # The seed is the source's name, so that every start draws the same rows, and other sources draw other rows.
+        return unproven[permutation(len(unproven), "lengths", self._rows.source.name)[:num_rows]]
+
+    def to_look_at_again(self) -> Positions:
+        """Choose remembered rows: the longest, the one of most patches, and drawn ones, which differ at each start.
+
+        Of the drawn ones some are texts, some have media, and some are any. None names a URL.
+        """
+        sizes, chance = self.sizes, random.SystemRandom()  # leaves the random numbers of training alone
+        left = np.flatnonzero(self._is_known & ~self._names_url & (sizes["length"] > 0))
+        has_media = (sizes["images"] > 0) | (sizes["patches"] > 0)
+        chosen = {int(left[sizes[name][left].argmax()]) for name in ("length", "patches") if len(left)}
+        for is_of_kind in (~has_media, has_media, None):
+            left = left[~np.isin(left, list(chosen))]
+            of_kind = left if is_of_kind is None else left[is_of_kind[left]]
+            drawn = chance.sample(range(len(of_kind)), min(NUM_AGAIN_OF_EACH, len(of_kind)))
+            chosen.update(of_kind[drawn].tolist())
+        return np.array(sorted(chosen), np.int64)
 
     def num_failed(self, reason: str) -> int:
         """Return how many rows cannot be encoded for this reason."""
@@ -121,31 +144,58 @@ class MeasuredSizes:
     # -- store results ------------------------------------------------------------------------------------------------
 
     def take(self, chunk: Chunk) -> None:
-        """Store the results of a chunk. Those that need no check are saved at once, the others by `save_headers`."""
+        """Store the results of a chunk. Save those that need no check."""
         positions = chunk.positions
         self.sizes[positions] = chunk.sizes
         self._is_known[positions] = True
         self._faults |= chunk.faults
         self._parts |= chunk.parts
-        is_checked = chunk.sizes["proof"] != BY_HEADER
-        self._save(positions[chunk.is_saved & is_checked])
-        self._is_unsaved[positions] = chunk.is_saved & ~is_checked
+        is_of_header = chunk.sizes["proof"] == BY_HEADER
+        self._is_unchecked[positions] = chunk.is_saved & is_of_header
+        if chunk.faults or chunk.parts:
+            self._save_details(positions[chunk.is_saved])
+        self._cache.append(*self._records(positions[chunk.is_saved & ~is_of_header]))
 
-    def save_headers(self) -> None:
-        """Save the sizes that were read from headers, which have proved right."""
-        self._save(np.flatnonzero(self._is_unsaved & self._is_known))
+    def save_unchecked(self, positions: Positions) -> None:
+        """Save the unchecked sizes among these, for the next start if this one is killed."""
+        self._cache.append(*self._records(self.unchecked(positions)), is_checked=False)
 
-    def _save(self, positions: Positions) -> None:
-        self._cache.append(self.keys[positions], self.sizes[positions])
-        rows = [(at, self._faults.get(self._rows.index(at)), self._parts.get(at, ())) for at in positions.tolist()]
-        given = {at: Details(fault, parts) for at, fault, parts in rows if fault is not None or parts}
-        self._cache.append_details(self.keys[list(given)], given.values())
+    def believe_headers(self) -> None:
+        """Save the unchecked sizes: compared rows have shown that headers are right."""
+        positions = np.flatnonzero(self._is_unchecked)
+        for start in range(0, len(positions), _NUM_OF_APPEND):
+            self._cache.append(*self._records(positions[start : start + _NUM_OF_APPEND]))
+        self._is_unchecked[:] = False
+
+    def forget_unchecked(self) -> None:
+        """Remove what `save_unchecked` has saved: by now it is believed, or it is wrong."""
+        self._cache.forget_unchecked()
 
     def forget_headers(self) -> None:
         """Drop the sizes that were only read from image headers: their rows become unknown again."""
         self._is_known &= self.sizes["proof"] != BY_HEADER
+        self._is_unchecked[:] = False
         self._num_remembered = min(self._num_remembered, int(self._is_known.sum()))
         self._parts = {position: parts for position, parts in self._parts.items() if self._is_known[position]}
+
+    def forget(self) -> None:
+        """Drop all sizes that earlier starts saved, here and on disk."""
+        self._is_known[:] = self._is_unchecked[:] = False
+        self._num_remembered = 0
+        self._parts.clear()
+        self._faults.clear()
+        self._cache.forget()
+
+    def _records(self, positions: Positions) -> tuple[NDArray[np.void], Sizes]:
+        return self.keys[positions], self.sizes[positions]
+
+    def _save_details(self, positions: Positions) -> None:
+        given = {}
+        for at in positions.tolist():
+            details = Details(self._faults.get(self._rows.index(at)), self._parts.get(at, ()))
+            if details != Details():
+                given[at] = details
+        self._cache.append_details(self.keys[list(given)], given.values())
 
 
 def joined(shares: list[NDArray[np.void]]) -> NDArray[np.void]:

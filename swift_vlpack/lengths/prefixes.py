@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.lengths import forked
+from swift_vlpack.lengths.cache import PREFIXES
 from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, Records
 from swift_vlpack.lengths.measure import Progress
 from swift_vlpack.lengths.rows_work import Encoders
@@ -55,7 +56,6 @@ _GROUPS_OF_TASK = 64
 """Rows of a task that are encoded by header: 20 to 50 ms."""
 _NUM_ROWS_WORTH_A_PROCESS = 20_000
 _NUM_GROUPS_WORTH_A_PROCESS = 500
-_SUFFIX = ".prefixes"
 
 
 class SourceToShare(NamedTuple):
@@ -258,7 +258,7 @@ class _PrefixFile:
     """Remembers numbers by key, in records of the same form as lengths."""
 
     def __init__(self, lengths_path: Path | None) -> None:
-        self._file = None if lengths_path is None else LengthFile(lengths_path.with_suffix(_SUFFIX))
+        self._file = None if lengths_path is None else LengthFile(lengths_path.with_suffix(PREFIXES))
         records: Records = np.zeros(0, KEYED_SIZE) if self._file is None else self._file.load()
         keys = (key.tobytes() for key in records["key"])
         self._known = dict(zip(keys, records["size"]["length"].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Do the tasks of a worker process: compute the keys of rows, measure rows, or encode them both ways."""
+"""Do the tasks of a worker process: compute keys of rows, measure rows, encode them both ways, or again in full."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE
 from swift_vlpack.lengths.rank_rows import Chunk, Measured, Positions, RankRows, kinds_of
 from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import timeout_of
-from swift_vlpack.rows.media import has_surplus_tags, image_urls
+from swift_vlpack.rows.media import has_surplus_tags, image_urls, names_of_files
 from swift_vlpack.rows.samples import SampleError
 from swift_vlpack.rows.sizes import RowSize
 from swift_vlpack.rows.source import Row
@@ -29,7 +29,7 @@ from swift_vlpack.words import counted
 
 _KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)
 """Reasons that need no full encoding, which would fail in the same way."""
-_SEEN_IN_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.ASPECT_RATIO)
+SEEN_IN_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.ASPECT_RATIO)
 """Reasons for which a row with good image headers cannot fail."""
 
 
@@ -54,6 +54,7 @@ class TaskKind(Enum):
     KEYS = auto()
     MEASURE = auto()
     COMPARE = auto()
+    AGAIN = auto()
 
 
 class Task(NamedTuple):
@@ -69,6 +70,7 @@ class RowKeys(NamedTuple):
     positions: Positions
     keys: NDArray[np.void]
     has_surplus_tags: NDArray[np.bool_]
+    names_url: NDArray[np.bool_]
 
 
 class RowsWork:
@@ -103,6 +105,7 @@ class RowsWork:
             TaskKind.KEYS: self._keys,
             TaskKind.MEASURE: self._measured,
             TaskKind.COMPARE: self._compared,
+            TaskKind.AGAIN: self._again,
         }
         return work[task.kind](task.positions)
 
@@ -115,9 +118,14 @@ class RowsWork:
         return position not in self._abandoned
 
     def _keys(self, positions: Positions) -> RowKeys:
-        rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))
-        keys = [self._cache.key(row) if self._is_readable(at) else NO_KEY for at, row in rows]
-        return RowKeys(positions, np.array(keys, KEY), np.array([has_surplus_tags(row) for _, row in rows], bool))
+        found = RowKeys(positions, np.zeros(len(positions), KEY), *np.zeros((2, len(positions)), bool))
+        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows.at(positions), strict=True)):
+            names = tuple(names_of_files(row))
+            found.names_url[at] = any(name.lstrip().startswith("http") for name in names)
+            found.has_surplus_tags[at] = has_surplus_tags(row)
+            if self._is_readable(position):
+                found.keys[at] = self._cache.key(row, names)
+        return found
 
     def _measured(self, positions: Positions) -> Chunk:
         """Measure rows by their headers, and encode in full those whose headers give no size."""
@@ -148,7 +156,7 @@ class RowsWork:
             if quick.error is not None and not quick.error.is_lasting:
                 # A failure that may pass proves nothing about headers: use the full encoding.
                 quick = full
-            elif full.error is not None and quick.error is None and full.error.reason not in _SEEN_IN_HEADERS:
+            elif full.error is not None and quick.error is None and full.error.reason not in SEEN_IN_HEADERS:
                 # Broken pixels after a good header are no difference: the row is left out when its pack is loaded.
                 quick.size["proof"] = BY_HEADER
             elif not are_equal(quick.size, full.size) or quick.parts != full.parts:
@@ -158,6 +166,14 @@ class RowsWork:
                 name = self._rows.sample_id(position)
                 return chunk.up_to(at, f"{name} has {in_words(full.size)}, from its header {by_headers}")
             chunk.put(at, replace(quick, parts=full.parts or quick.parts), index)
+        return chunk
+
+    def _again(self, positions: Positions) -> Chunk:
+        """Encode remembered rows in full, because some changes are in what headers pass by."""
+        chunk = Chunk.empty(positions)
+        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows.at(positions), strict=True)):
+            # With the proof of a comparison: a row that fails does not end the run here, even under `is_strict`.
+            chunk.put(at, self._encoded(self.encoders.in_full, row, position, AGREED), self._rows.index(position))
         return chunk
 
     def _rows_with_urls(self, positions: Positions, *, whole: bool) -> list[Row]:

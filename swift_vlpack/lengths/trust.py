@@ -2,12 +2,12 @@
 
 A kind is a property that a template may treat in a special way (`rank_rows.kinds_of`). While a source is measured,
 `Checks` chooses the first rows of every kind, and those that were drawn by a seed. The `extremes` in size follow. Sizes
-from headers are saved when all of these agree, and not before: what is saved was checked.
+from headers are believed when all of these agree, and not before.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -41,25 +41,37 @@ class Checks:
         self._drawn = set(drawn.tolist())
         self._num_chosen = Counter[str]()
         self._kinds: dict[int, tuple[str, ...]] = {}  # of the chosen rows
+        self._taken: set[int] = set()  # rows that were compared
+        self._waiting: deque[tuple[Positions, set[int]]] = deque()  # measured rows, and those of them that were chosen
 
     def choose(self, chunk: Chunk) -> list[int]:
         """Return the rows of a chunk that have to be encoded in full as well."""
         chosen = []
         assert chunk.kinds is not None
-        proofs = chunk.sizes["proof"].tolist()
-        for position, proof, kinds in zip(chunk.positions.tolist(), proofs, chunk.kinds, strict=True):
-            is_new = any(self._num_chosen[kind] < NUM_PER_KIND for kind in kinds)
-            if proof == BY_HEADER and (is_new or position in self._drawn):
+        proofs, failed = chunk.sizes["proof"].tolist(), (chunk.sizes["reason"] > 0).tolist()
+        for position, proof, has_failed, kinds in zip(
+            chunk.positions.tolist(), proofs, failed, chunk.kinds, strict=True
+        ):
+            is_new = proof == BY_HEADER and any(self._num_chosen[kind] < NUM_PER_KIND for kind in kinds)
+            # A drawn row counts even if its header gave no size: then headers say too little of this source.
+            if is_new or (position in self._drawn and not has_failed):
                 self._num_chosen.update(kinds)
                 self._kinds[position] = kinds
                 chosen.append(position)
+        self._waiting.append((chunk.positions, set(chosen)))
         return chosen
 
     def take(self, chunk: Chunk) -> None:
         """Take compared rows. One whose pixels are broken is no evidence: another row of its kinds takes its place."""
         for position, proof in zip(chunk.positions.tolist(), chunk.sizes["proof"].tolist(), strict=True):
+            self._taken.add(position)
             if proof != AGREED:
                 self._num_chosen.subtract(self._kinds.pop(position, ()))
+
+    def done(self) -> Iterator[Positions]:
+        """Yield the rows of each chunk of which all chosen rows were compared: a later start need not compare them."""
+        while self._waiting and self._waiting[0][1] <= self._taken:
+            yield self._waiting.popleft()[0]
 
 
 def extremes(sizes: Sizes) -> NDArray[np.int64]:
@@ -80,3 +92,14 @@ def extremes(sizes: Sizes) -> NDArray[np.int64]:
                 yield from (order[0], order[-1])
 
     return np.unique(np.fromiter(ends(), np.int64))
+
+
+def without_headers(sizes: Sizes) -> NDArray[np.int64]:
+    """Return a row to compare if headers gave no size to any row with media, or to any row if none has media.
+
+    Such a source is encoded in full anyway; the comparison says so, and why.
+    """
+    usable = sizes["length"] > 0
+    has_media = usable & ((sizes["images"] > 0) | (sizes["patches"] > 0))
+    rows = np.flatnonzero(has_media if has_media.any() else usable)
+    return rows[: int(not np.isin(sizes["proof"][rows], (BY_HEADER, AGREED)).any())]

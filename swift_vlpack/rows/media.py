@@ -99,9 +99,10 @@ def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield every text of a row that may name a file: paths (also those given together with bytes), URLs, base64."""
     for rejected in ("", "rejected_"):  # a pair of answers
         for column in _COLUMNS:
-            yield from _texts(row.get(rejected + column))
-        found = media({"messages": row.get(f"{rejected}messages")})
-        yield from (medium.value for medium in found if isinstance(medium.value, str))
+            if value := row.get(rejected + column):
+                yield from _texts(value)
+        if messages := row.get(f"{rejected}messages"):
+            yield from (one.value for one in media({"messages": messages}) if isinstance(one.value, str))
 
 
 def _texts(value: Any) -> Iterator[str]:

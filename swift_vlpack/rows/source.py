@@ -131,8 +131,10 @@ def rows_at(rows: Any, indices: list[int]) -> list[Row]:
     """Read rows by index."""
     if not hasattr(rows, "column_names"):
         return [rows[index] for index in indices]
-    # Read all rows of a `datasets` table at once, as columns: a read for each row is much slower.
-    columns = rows[indices]
+    # Read all rows of a `datasets` table at once, as columns: a read for each row is much slower. A slice of neighbours
+    # takes 8 us a row, a list of indices 22 us.
+    start, stop = (indices[0], indices[-1] + 1) if indices else (0, 0)
+    columns = rows[start:stop] if indices == list(range(start, stop)) else rows[indices]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 

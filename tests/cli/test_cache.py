@@ -35,7 +35,7 @@ def write_lengths(folder, stem, num_rows, *, days=0.0, about=None):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Two sources, what they share, and files of somebody else."""
+    """Two sources, what they share, files of earlier versions, and files of somebody else."""
     cache = tmp_path / "lengths"
     cache.mkdir()
     monkeypatch.setenv("VLPACK_PACKING_CACHE_DIR", str(cache))
@@ -44,8 +44,11 @@ def folder(tmp_path, monkeypatch):
     (cache / "captions-0123456789ab.failures").write_text('["00", "file_missing", "gone", []]\n')
     (cache / f"captions-0123456789ab.{'cd' * 6}.parts").write_text('["00", [0, 9, 0, 0, 0, 9, ""]]\n')
     (cache / f"captions-0123456789ab.{'cd' * 6}.notes.parts").write_text("")
-    for path in (*cache.glob("*.failures"), *cache.glob("*.parts")):
-        os.utime(path, (time.time() - 2 * DAY,) * 2)
+    for name, content in OF_0_2_0.items():
+        (cache / name).write_bytes(content)
+    for path in cache.glob("captions-*"):
+        if path.suffix not in (".lengths", ".about"):
+            os.utime(path, (time.time() - 2 * DAY,) * 2)
     write_lengths(cache, "scans-ba9876543210", 2, days=40)
     (cache / f"{'ab' * 16}.trust").write_text('{"agreed": {}}\n')
     (cache / "unreachable.urls").write_text("")
@@ -58,6 +61,14 @@ def folder(tmp_path, monkeypatch):
     return cache
 
 
+OF_0_2_0 = {
+    "captions-0123456789ab.notes": b"vlpack lengths 3\n",
+    "captions-0123456789ab.heads": b"vlpack heads 1\n",
+    "captions-0123456789ab.0of2.keys": b"vlpack keys 1\n",
+    "captions-0123456789ab.damaged-77": b"",
+    f"{'ab' * 16}.observed": b'{"source": "captions"}\n',
+    f"{'ab' * 16}.damaged-77": b"",
+}
 FOREIGN = {
     "notes.txt": b"mine",
     "captions.lengths": b"mine",
@@ -84,8 +95,10 @@ def test_list_says_of_what_how_many_and_how_old(folder, capsys):
     assert [captions[name] for name in of] == ["captions", "/data/captions.jsonl", "qwen2_5_vl", "qwen2_5_vl", 3]
     assert [scans[name] for name in of] == ["scans", None, None, None, 2], "as far as it is known"
     assert captions["seconds_since_used"] == pytest.approx(1.5 * DAY, abs=600)
-    assert {name.rpartition(".")[2] for name in captions["files"]} == {"lengths", "about", "failures", "parts"}
-    assert sorted(report["shared_files"]) == [f"{'ab' * 16}.trust", "unreachable.urls"]
+    kinds = {"lengths", "about", "failures", "parts", "notes", "heads", "keys", "damaged-77"}
+    assert {name.rpartition(".")[2] for name in captions["files"]} == kinds
+    of_all = [f"{'ab' * 16}.{kind}" for kind in ("damaged-77", "observed", "trust")]
+    assert sorted(report["shared_files"]) == [*of_all, "unreachable.urls"]
     assert report["bytes"] == sum(
         (folder / name).stat().st_size for name in [*captions["files"], *scans["files"], *report["shared_files"]]
     )
@@ -93,7 +106,7 @@ def test_list_says_of_what_how_many_and_how_old(folder, capsys):
     said = capsys.readouterr().out
     assert "1 day ago  captions  qwen2_5_vl  qwen2_5_vl" in said
     assert "40 days ago  scans     ?" in said
-    assert "2 sources, 8 files" in said
+    assert "2 sources, 14 files" in said
 
 
 def test_cache_is_where_ms_swift_has_its_models():

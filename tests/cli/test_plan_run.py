@@ -98,6 +98,8 @@ def test_steps_and_packs_are_those_of_the_training_run(length, folders, mix, tmp
         return feed
 
     monkeypatch.setattr(pipeline, "planned_feed", watched)
+    for name in ("_", "USER", "HOSTNAME", "LS_COLORS", "SHLVL", "PWD", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "of another command and user")
     result = train(packed_argv(folders["whole"], FAMILY, tmp_path / "out", **flags))
     steps = [line for line in result["log_history"] if "loss" in line]
     assert report["num_steps"] == len(steps)

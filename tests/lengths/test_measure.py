@@ -26,6 +26,8 @@ from tests.images import photo
 from tests.plain_template import HeaderTemplate, PlainTemplate
 from tests.ranks_in_threads import OtherRankFailed, on_ranks
 
+pytestmark = pytest.mark.usefixtures("never_again")
+
 
 class Start(NamedTuple):
     """One start of one rank, and the templates that it encoded by."""
@@ -211,7 +213,7 @@ def test_extremes_are_compared_after_a_kill_too(num_rows, rows_and_lie, tmp_path
 
 @pytest.mark.parametrize("source", ["appended", "another"])
 def test_extremes_are_compared_where_the_kinds_are_trusted(source, rows_and_lie, tmp_path, monkeypatch):
-    """LEN-3 LEN-16: of rows that are appended, and of another source; once."""
+    """LEN-3: of rows that are appended, and of another source; once."""
     without_draw(monkeypatch)
     rows, lies = rows_and_lie
     start(tmp_path, lies, has_kinds=False).measured(rows[:500])
@@ -220,7 +222,7 @@ def test_extremes_are_compared_where_the_kinds_are_trusted(source, rows_and_lie,
 
 
 def test_extremes_that_were_found_equal_are_not_compared_again(tmp_path):
-    """LEN-4 LEN-16"""
+    """LEN-4"""
     rows = mixed_rows(tmp_path / "rows", 60)
     start(tmp_path).measured(rows[:30])
     start(tmp_path).measured(rows)

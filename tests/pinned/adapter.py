@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -168,10 +169,15 @@ def of_a_run(name: str, flags: Sequence[str], folder: Path, *, num_ranks: int = 
 
 def keys_of(flags: Sequence[str]) -> dict[str, list[str]]:
     """Return the key that the length of each row is remembered under in a run with these flags, by source."""
-    with _measured(flags, "sft") as sources:
+    from swift_vlpack.host import length_pass
+    from swift_vlpack.lengths.cache import LengthCache
+
+    caches: list[LengthCache] = []
+    opened = patch.object(length_pass, "LengthCache", lambda *args: caches.append(LengthCache(*args)) or caches[-1])
+    with opened, _measured(flags, "sft") as sources:
         return {
-            source.name: [key.tobytes().hex() for key in source.remember_size.__self__.keys(source.rows)]
-            for source in sources
+            source.name: [key.tobytes().hex() for key in cache.keys(source.rows)]
+            for source, cache in zip(sources, caches, strict=True)
         }
 
 

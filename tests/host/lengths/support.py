@@ -10,6 +10,7 @@ from swift.template import get_template
 
 from swift_vlpack.host import length_pass
 from swift_vlpack.lengths import failures, measure, trust
+from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.context import dependencies_of, digest_of
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
@@ -59,6 +60,13 @@ def source(rows, name="rows", **options):
 
 def texts(num_rows, first=0):
     return [text_row(f"row {number}", "word " * (number % 7 + 1)) for number in range(first, first + num_rows)]
+
+
+def caches_of(monkeypatch):
+    """The caches that passes open from now on."""
+    made = []
+    monkeypatch.setattr(length_pass, "LengthCache", lambda *args: made.append(LengthCache(*args)) or made[-1])
+    return made
 
 
 def warnings_of(monkeypatch):

@@ -7,7 +7,7 @@ from swift.template import Template
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels
-from swift_vlpack.lengths import measure, trust
+from swift_vlpack.lengths import trust
 from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import (
     ARGS,
@@ -85,6 +85,7 @@ def test_extremes_of_size_and_aspect_are_compared(true, lie, template, monkeypat
     assert sizes.lengths[9] == outcome(template, rows[9]).length
 
 
+@pytest.mark.usefixtures("never_again")
 def test_what_was_compared_is_not_compared_again_and_what_is_new_is(template, tmp_path, monkeypatch):
     """LEN-4 LEN-6: counted are the full encodings."""
     full, encode = [], Template.encode
@@ -101,7 +102,6 @@ def test_what_was_compared_is_not_compared_again_and_what_is_new_is(template, tm
 
     monkeypatch.setattr(Template, "encode", noted)
     monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 8)
-    monkeypatch.setattr(measure, "_NUM_MEASURED_AGAIN", 0)
     first = compared(texts(40))
     assert 40 / 16 <= len(first) <= 8 + 12
     assert len(set(first)) == len(first)
@@ -171,11 +171,9 @@ def test_header_that_cannot_be_had_for_a_moment_is_no_difference(template, tmp_p
         return real(image, load_images)
 
     rows = dataset([image_row([path])])
-    # A start that observes what lengths depend on; the next ones have other rows to measure.
-    with_lengths(source(dataset(texts(1))), template, ARGS, str(tmp_path))
     monkeypatch.setattr(headers, "_header_of", flickering)
     said = warnings_of(monkeypatch)
     sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
-    assert len(tries) == 3
+    assert len(tries) > 3, "it was not asked for again"
     assert sizes.lengths.tolist() == [outcome(template, rows[0]).length]
     assert said == []

@@ -3,17 +3,19 @@
 import os
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from datasets import Dataset
 from swift.dataset import load_dataset
 
-from swift_vlpack.lengths.context import own_files
+from swift_vlpack.lengths.context import dependencies_of, digest_of, own_files
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
-from tests.host.lengths.support import with_lengths
+from tests.host.lengths.support import context_of, with_lengths
 from tests.images import photo
+from tests.tiny import FAMILIES
 
 FAMILY = "qwen2_5_vl"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
@@ -101,15 +103,69 @@ def test_edited_code_of_the_user_is_measured_again(files, options, runs, tmp_pat
     assert lengths(FIRST) == (first, first)
 
 
-def test_the_users_own_files_are_followed_and_installed_ones_are_not(tmp_path):
-    """LEN-18: what lies beside a plugin counts, and every package of the user that it imports."""
+def test_the_users_own_files_are_followed_and_installed_ones_are_not(template, tmp_path, monkeypatch):
+    """LEN-18: every package of the user that a plugin imports, whole; what only lies beside a plugin is not."""
+    monkeypatch.syspath_prepend(tmp_path)  # as ms-swift does for a plugin
     package = tmp_path / "mine"
     package.mkdir()
-    (tmp_path / "plugin.py").write_text("import os, numpy\nimport mine.a\nimport nowhere.at.all\n")
+    (tmp_path / "plugin.py").write_text("import os, numpy, mine.a as one, alone\nimport nowhere.at.all\n")
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "alone.py").write_text("")
     for name in ("__init__", "a", "b"):
         (package / f"{name}.py").write_text("")
-    own = {os.path.relpath(file, tmp_path) for file in own_files([], [tmp_path / "plugin.py"]) if str(tmp_path) in file}
-    assert own == {"plugin.py", "mine/__init__.py", "mine/a.py", "mine/b.py"}
+    own = {os.path.relpath(file, tmp_path) for file in own_files([], [tmp_path / "plugin.py"])}
+    assert own == {"plugin.py", "alone.py", "mine/__init__.py", "mine/a.py", "mine/b.py"}
+    packages = dependencies_of(template, [tmp_path / "plugin.py"])["packages"]
+    assert packages["numpy"] == numpy.__version__, "of what is installed the version is in the key"
+
+
+OF_A_PROCESS = (
+    *("_", "USER", "LOGNAME", "HOSTNAME", "LS_COLORS", "SHLVL", "PWD", "OLDPWD", "PATH", "TERM", "TMPDIR", "SSH_TTY"),
+    *("RANK", "LOCAL_RANK", "MASTER_PORT", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "WANDB_MODE"),
+    *("PYTHONPATH", "OMP_NUM_THREADS", "HF_TOKEN", "TRANSFORMERS_VERBOSITY", "LOGLEVEL"),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_variables_by_which_processes_differ_are_in_no_key(family, tiny, tmp_path, monkeypatch):
+    """LEN-21: not even if a plugin names them; nor a word of the template's source that happens to be a variable."""
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(f"NAMES = {OF_A_PROCESS}\nself = row = 'and a word'\n")
+
+    def context():
+        return digest_of(dependencies_of(tiny(family).template, [str(plugin)]), 16)
+
+    before = context()
+    for name in (*OF_A_PROCESS, "self", "row", "ROW", "inputs", "template", "x", "MY_OWN"):
+        monkeypatch.setenv(name, "another")
+        assert context() == before, name
+    plugin.write_text(f"{plugin.read_text()}MINE = 'MY_OWN'\n")
+    named = context()
+    monkeypatch.setenv("MY_OWN", "yet another")
+    assert context() != named
+
+
+def test_variables_that_only_files_beside_a_plugin_name_are_in_no_key(template, tmp_path, monkeypatch):
+    """LEN-21: a script with `os.environ` in the same folder says nothing about lengths; its content counts."""
+    (tmp_path / "plugin.py").write_text("")
+    (tmp_path / "deploy.py").write_text("import os\nos.environ['MY_SECRET']\n")
+
+    def context():
+        return digest_of(dependencies_of(template, [str(tmp_path / "plugin.py")]), 16)
+
+    before = context()
+    monkeypatch.setenv("MY_SECRET", "1")
+    assert context() == before
+    (tmp_path / "deploy.py").write_text("")
+    assert context() != before
+
+
+@pytest.mark.parametrize("name", ["QWENVL_BBOX_FORMAT", "MAX_PIXELS", "VIDEO_MAX_PIXELS", "FPS_MAX_FRAMES"])
+def test_variables_that_swift_reads_are_in_the_key(name, template, monkeypatch):
+    """LEN-7: by `get_env_args` in the code of the template, or as a constant of the module that loads media."""
+    before = context_of(template)
+    monkeypatch.setenv(name, "77")
+    assert context_of(template) != before
 
 
 # -- the row ----------------------------------------------------------------------------------------------------------

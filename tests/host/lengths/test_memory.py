@@ -23,6 +23,8 @@ from tests.host.lengths.support import (
 from tests.images import noise, photo
 from tests.marks import telling
 
+pytestmark = pytest.mark.usefixtures("never_again")
+
 
 def test_appended_rows_alone_are_computed_and_an_order_is_no_matter(template, tmp_path, encoded):
     """LEN-6"""

@@ -1,4 +1,4 @@
-"""What lengths depend on and no reading of code finds: variables in any way, helpers that are loaded by name."""
+"""Variables that a plugin reads, in any way, and helpers that it loads, by any name."""
 
 import sys
 
@@ -85,7 +85,7 @@ def plugin(number, before="", inside=""):
     ],
 )
 def test_variable_that_is_read_in_any_way_is_in_the_key(text, starts, monkeypatch):
-    """LEN-21: while rows are encoded, or when the plugin is imported."""
+    """LEN-21: while rows are encoded, or when the plugin is imported: its name stands in quotes."""
     found = []
     for number in ("1", "20", "1", "20"):
         monkeypatch.setenv("MY_WORDS", number)
@@ -122,7 +122,7 @@ HELPER = "WORDS = {words}\n\ndef words():\n    return len(WORDS.split())\n"
     ],
 )
 def test_helper_that_is_loaded_by_name_is_in_the_key(text, starts, tmp_path):
-    """LEN-21"""
+    """LEN-18: it lies beside the plugin."""
     found = []
     for words in (FIRST, SECOND, FIRST, SECOND):
         (tmp_path / "my_words.py").write_text(HELPER.format(words=words))
@@ -149,8 +149,8 @@ def test_variable_out_of_a_copy_of_the_environment_is_in_the_key(before, inside,
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_variable_that_few_rows_read_is_in_the_key_of_the_next_start(num_processes, starts, monkeypatch):
-    """LEN-21: found while it is measured, in whatever process."""
+def test_variable_that_few_rows_read_is_in_the_key(num_processes, starts, monkeypatch):
+    """LEN-21: by its name in the plugin, and not by what rows do."""
     text = plugin("words", inside='words = os.environ[NAME] if "row 77" in inputs.messages[0]["content"] else 1')
     for number in ("1", "20", "20"):
         monkeypatch.setenv("MY_WORDS", number)

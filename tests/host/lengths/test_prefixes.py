@@ -37,6 +37,7 @@ from tests.ranks_in_threads import on_ranks
 from tests.videos import video
 
 PACKING_LENGTH = 2048
+pytestmark = pytest.mark.usefixtures("never_again")
 
 
 def shared(template, sources, cache, packing_length=PACKING_LENGTH):

@@ -123,6 +123,27 @@ def test_ranks_with_other_settings_are_told_which(template, tmp_path, monkeypatc
         assert "content: " not in message
 
 
+def test_ranks_of_other_machines_and_users_agree(template, tmp_path):
+    """LEN-12 LEN-21: what a plugin names or lies beside it may differ: each rank has keys of its own then."""
+    rows = dataset(texts(20))
+    plugins = [tmp_path / str(rank) / "plugin.py" for rank in range(2)]
+    for rank, plugin in enumerate(plugins):
+        plugin.parent.mkdir()
+        plugin.write_text("names = 'HOSTNAME', 'USER', '_', 'MY_NODE'")
+        (plugin.parent / "notes.py").write_text(f"# of rank {rank}")
+    args = SimpleNamespace(**vars(ARGS), external_plugins=[])
+
+    def case(rank, template):
+        args.external_plugins[:] = [str(plugins[rank])]
+        os.environ |= dict.fromkeys(("HOSTNAME", "USER", "_", "LS_COLORS", "MY_NODE"), f"of rank {rank}")
+        found = [with_lengths(source(rows), template, args, str(tmp_path / "cache")).sizes for _ in range(2)]
+        return [(sizes.lengths.tolist(), sizes.num_remembered) for sizes in found]
+
+    first, second = on_two_ranks(case, template, tmp_path)
+    right = [template.encode(row, return_length=True)["length"] for row in rows]
+    assert first == second == [(right, 0), (right, 20)]
+
+
 def test_error_on_one_rank_stops_both(template, tmp_path):
     """LEN-12: the row belongs to rank 1."""
     rows = dataset([*texts(5), image_row([str(tmp_path / "gone.jpg")])])

@@ -1,20 +1,178 @@
-"""What no key can see (a data file that a plugin reads) shows in the lengths: a few rows are measured again."""
+"""Causes that no key sees, through ms-swift's templates: they show in the lengths, and every length is right again."""
+
+import os
+import sys
 
 import pytest
+from swift.template import Template
 
-from tests.host.lengths.support import texts
+from swift_vlpack.host import headers, length_pass
+from swift_vlpack.rows.encoder import RowEncoder
+from tests.data_rows import image_row
+from tests.host.lengths.support import ARGS, caches_of, dataset, source, texts, warnings_of, with_lengths
 from tests.host.lengths.test_observed import Starts, plugin
+from tests.images import photo
 
 
 @pytest.fixture
 def starts(runs, tmp_path, encoded):
-    return Starts(runs, tmp_path, encoded)
+    yield Starts(runs, tmp_path, encoded)
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
+
+
+FROM_FILE = 'int((Path(__file__).parent / "prompt.txt").read_text())'
+SETTINGS = """
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+@dataclass
+class Inner:
+    words: int = 1
+
+@dataclass
+class Outer:
+    inner: Inner = field(default_factory=Inner)
+
+class Slots:
+    __slots__ = ("words",)
+
+def several(text, number):
+    return number
+"""
+CHANGED = """
+def changed(template):
+    template.__class__ = Mine
+    {setting}
+    return template
+"""
+
+
+def with_setting(setting, number):
+    """A plugin that keeps a setting, which it reads from a file, one level deep in an object of the template."""
+    return plugin(number, SETTINGS) + CHANGED.format(setting=setting)
 
 
 @pytest.mark.parametrize("order", [("1", "20"), ("20", "1")])
-def test_data_file_that_a_plugin_reads(order, starts, tmp_path):
-    text = plugin("words", inside='words = (Path(__file__).parent / "prompt.txt").read_text()')
+@pytest.mark.parametrize(
+    "text",
+    [
+        plugin("words", inside=f"words = {FROM_FILE}"),
+        plugin("words", before=f"words = {FROM_FILE}"),
+        with_setting(f"template.mine = Outer(Inner({FROM_FILE}))", "self.mine.inner.words"),
+        with_setting(f"template.mine = SimpleNamespace(inner=Inner({FROM_FILE}))", "self.mine.inner.words"),
+        with_setting(f"template.mine = functools.partial(several, number={FROM_FILE})", "self.mine('text')"),
+        with_setting(f"template.mine = Slots(); template.mine.words = {FROM_FILE}", "self.mine.words"),
+    ],
+    ids=["inside", "at import", "dataclass", "namespace", "partial", "slots"],
+)
+def test_text_file_that_a_plugin_reads(text, order, starts, tmp_path):
+    """LEN-24: and settings that came from it, one level deep in an object."""
     for words in order:
         (tmp_path / "prompt.txt").write_text(words)
         lengths, encoded = starts.lengths(text, texts(50))
         assert lengths == encoded
+        assert starts.measured == 50
+    starts.lengths(text, texts(50))
+    assert starts.measured == 0, "what is measured again is remembered"
+
+
+@pytest.mark.parametrize("way", ["settings[NAME]", "settings.get(NAME, 1)"])
+def test_environment_that_is_not_the_one_of_os_any_more(way, starts, monkeypatch):
+    """LEN-21: `datasets.map` puts another object in the place of `os.environ`; the plugin keeps the old one."""
+    for number in ("1", "20"):
+        monkeypatch.setenv("MY_WORDS", number)
+        template_of = starts.runs.template
+
+        def with_another(plugins, made=template_of, **options):
+            template = made(plugins, **options)
+            monkeypatch.setattr(os, "environ", os._Environ(dict(os.environ._data), *_codecs(os.environ)))
+            return template
+
+        with monkeypatch.context() as patch:
+            patch.setattr(starts.runs, "template", with_another)
+            lengths, encoded = starts.lengths(plugin(way))  # from os import environ as settings
+        assert lengths == encoded
+        assert starts.measured == 4
+
+
+def _codecs(environ):
+    return environ.encodekey, environ.decodekey, environ.encodevalue, environ.decodevalue
+
+
+COUNTER = """
+SEEN = 0
+"""
+COUNTS = {
+    "attribute": "self.num_seen = getattr(self, 'num_seen', 0) + 1",
+    "config": "self.config.num_seen = getattr(self.config, 'num_seen', 0) + 1",
+    "vision": "self.config.vision_config.num_seen = getattr(self.config.vision_config, 'num_seen', 0) + 1",
+    "global": "globals()['SEEN'] += 1",
+}
+
+
+@pytest.mark.parametrize("counter", COUNTS)
+def test_counter_that_encoding_moves_measures_nothing_anew(counter, starts, tmp_path):
+    """LEN-7: neither the next start, nor another source of this one."""
+    text = plugin("3", COUNTER, inside=COUNTS[counter])
+    (tmp_path / "plugin.py").write_text(text)
+    args = type(ARGS)(**{**vars(ARGS), "external_plugins": [str(tmp_path / "plugin.py")]})
+    for number in range(3):
+        template = starts.runs.template([tmp_path / "plugin.py"])
+        for config in (template.config, template.config.vision_config):
+            vars(config).pop("num_seen", None)  # of the start before: a process begins without
+        sources = [source(texts(num_rows + 3 * number), name) for name, num_rows in (("one", 20), ("two", 9))]
+        found = length_pass.with_all_lengths(sources, RowEncoder(template), args, starts.runs.cache)
+        measured = [len(one.sizes) - one.sizes.num_remembered for one in found]
+        assert measured == ([20, 9] if not number else [3, 3])
+
+
+@pytest.mark.parametrize("first", ["1", "0"])
+def test_plugin_that_patches_the_call_of_the_tokenizer(first, starts, template, tmp_path, monkeypatch):
+    """LEN-24: headers pass it by. Where it changed nothing at first, they were trusted."""
+    kind = type(template.tokenizer)
+    call, path = kind.__call__, tmp_path / "prompt.txt"
+
+    def longer(self, *args, **options):
+        made = call(self, *args, **options)
+        more = int(path.read_text())
+        for name in ("input_ids", "attention_mask"):
+            if name in made and made[name] and isinstance(made[name][0], int):
+                made[name] = [*made[name], *[1] * more]
+        return made
+
+    monkeypatch.setattr(kind, "__call__", longer)
+    said = warnings_of(monkeypatch)
+    for words in (first, "7", "2"):
+        path.write_text(words)
+        lengths, encoded = starts.lengths("def changed(template):\n    return template\n", texts(50))
+        assert lengths == encoded
+        assert starts.measured == 50
+    assert any("remembered lengths are wrong" in line for line in said)
+    assert "every row is encoded" in said[-1]
+
+
+def test_change_that_only_media_rows_show_in_data_of_texts(starts, tmp_path):
+    """LEN-24: 95 % of the rows are texts."""
+    text = plugin("words", inside=f"words = {FROM_FILE} if inputs.images else 1")
+    path = photo(tmp_path, "photo", 60, 40)
+    rows = dataset([*texts(190), *(image_row([path], f"picture {n}") for n in range(10))])
+    for words in ("1", "20"):
+        (tmp_path / "prompt.txt").write_text(words)
+        lengths, encoded = starts.lengths(text, rows)
+        assert lengths == encoded
+        assert starts.measured == 200
+
+
+def test_rows_are_looked_at_again_with_their_pixels(template, tmp_path, monkeypatch):
+    """LEN-24: by the full encoding, which sees all that training sees; nothing else is encoded."""
+    path = photo(tmp_path, "photo", 60, 40)
+    rows = dataset([*texts(40), *(image_row([path], f"picture {n}") for n in range(40))])
+    with_lengths(source(rows), template, ARGS, str(tmp_path / "cache"))
+    seen, encode = [], Template.encode
+    monkeypatch.setattr(Template, "encode", lambda self, row, **kw: seen.append(row) or encode(self, row, **kw))
+    caches = caches_of(monkeypatch)
+    assert with_lengths(source(rows), template, ARGS, str(tmp_path / "cache")).sizes.num_remembered == 80
+    assert 6 <= len(seen) <= 8
+    assert not any(isinstance(row, headers._Row) for row in seen)
+    assert len(caches[0].load()) == 80, "what is equal is not saved again"

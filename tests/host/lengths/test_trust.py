@@ -106,7 +106,7 @@ def test_rows_of_columns_of_their_own_are_a_kind(template, full, tmp_path):
 
 
 def test_a_broken_image_proves_nothing(template, full, tmp_path):
-    """LEN-16: good headers before bad pixels are no evidence; a later row of the kind is compared."""
+    """LEN-3: good headers before bad pixels are no evidence; a later row of the kind is compared."""
     broken = Path(photo(tmp_path, "broken"))
     broken.write_bytes(broken.read_bytes()[:3000])
     rows = [image_row([str(broken)], f"broken {n}") for n in range(3)]
