@@ -16,7 +16,7 @@
 What the sizes of a source are worth, in the order in which `measure` sees to it:
 
 1. *One key.* A remembered size is found by the row, its files, and the settings that it depends on (`cache.py`).
-2. *Looked at again.* At every start, each rank encodes some remembered rows in full: the longest, the one of most
+2. *Looked at again.* At every start, each rank measures some remembered rows again: the longest, the one of most
    patches, and drawn ones. If one has another size now, the key lacks what changed it, and all remembered sizes of the
    source are dropped, with a warning.
 3. *Checked before believed.* To decode all images takes hours, to read a header takes a millisecond. So other rows are
@@ -131,6 +131,7 @@ class _RankPass:
         self._name = source.name
         self._work = RowsWork(rows, cache, encoders)
         self._progress = progress or Progress()
+        self._trusts_headers = True
         self._changed: list[int] = []  # rows whose remembered size was wrong
 
     @property
@@ -146,26 +147,32 @@ class _RankPass:
                 self.sizes.take_keys(chunk)
                 bar.update(len(chunk.positions))
         differs = self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider)
-        if differs or self._encoders.by_header is None:
+        self._trusts_headers = not differs and self._encoders.by_header is not None
+        if not self._trusts_headers:
             self.sizes.forget_headers()
         return "an earlier start found that they differ, as its file of lengths records" if differs else None
 
     def look_again(self) -> str | None:
-        """Encode a few remembered rows in full."""
-        found = self._encoded_again(self.sizes.to_look_at_again())
+        """Measure a few remembered rows, some in full and some by their headers."""
+        in_full, by_header = self.sizes.to_look_at_again()
+        if not self._trusts_headers:
+            in_full, by_header = np.union1d(in_full, by_header), by_header[:0]
+        found = self._measured_again(in_full, by_header)
         changed = {at: now for at, now in found.items() if not are_equal(self.sizes.sizes[at], now)}
-        # Encode these once more: a row of which each encoding has another size (its template draws) tells of no change.
-        once_more = self._encoded_again(np.array(sorted(changed), np.int64))
+        # Measure these once more: a row that has another size each time (its template draws) tells of no change.
+        some = np.array(list(changed), np.int64)
+        once_more = self._measured_again(np.intersect1d(in_full, some), np.intersect1d(by_header, some))
         self._changed = [at for at, now in once_more.items() if are_equal(changed[at], now)]
         for at in self._changed:
             known = in_words(self.sizes.sizes[at])
             return f"{self._rows.sample_id(at)} has {in_words(changed[at])}, remembered are {known}"
         return None
 
-    def _encoded_again(self, positions: Positions) -> dict[int, Any]:
-        """Return the sizes of rows by full encoding, without rows that may be encoded at another time."""
+    def _measured_again(self, in_full: Positions, by_header: Positions) -> dict[int, Any]:
+        """Return the sizes of rows, without rows that may be encoded at another time."""
         found = {}
-        for chunk in self._results(_tasks(TaskKind.AGAIN, positions, 1)):
+        tasks = _tasks(TaskKind.AGAIN, in_full, 1) + _tasks(TaskKind.MEASURE, by_header, 1)
+        for chunk in self._results(tasks):
             [position], [size], [is_lasting] = chunk.positions.tolist(), chunk.sizes, chunk.is_saved
             if is_lasting and not (size["reason"] and about(REASONS[size["reason"]]).is_of_pixels):
                 found[position] = size
