@@ -44,7 +44,7 @@ from tqdm import tqdm
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.lengths import forked
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.length_file import BY_HEADER, Sizes
+from swift_vlpack.lengths.length_file import BY_HEADER, Sizes, has_media
 from swift_vlpack.lengths.measured_sizes import Findings, MeasuredSizes, joined
 from swift_vlpack.lengths.rank_rows import Positions, RankRows
 from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind, are_equal, in_words
@@ -93,9 +93,8 @@ def measure(
         comm.results_of_all(mine.sizes.forget)
         difference = None
     if difference is None:
-        # Divide the drawn rows among ranks: all ranks together draw as many rows as a single rank would.
-        num_drawn = -(-num_to_draw(len(source.rows)) // comm.num_ranks)
-        difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn)))
+        num_drawn, num_decoded = num_to_draw(len(source.rows), comm.num_ranks)
+        difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn, num_decoded)))
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
         # Find these rows in the whole source, not in each rank's share, and compare those of this rank.
@@ -132,7 +131,7 @@ class _RankPass:
         self._work = RowsWork(rows, cache, encoders)
         self._progress = progress or Progress()
         self._trusts_headers = True
-        self._changed: list[int] = []  # rows whose remembered size was wrong
+        self._changed = np.zeros(0, np.int64)  # rows whose remembered size was wrong
 
     @property
     def _encoders(self) -> Encoders:
@@ -162,11 +161,12 @@ class _RankPass:
         # Measure these once more: a row that has another size each time (its template draws) tells of no change.
         some = np.array(list(changed), np.int64)
         once_more = self._measured_again(np.intersect1d(in_full, some), np.intersect1d(by_header, some))
-        self._changed = [at for at, now in once_more.items() if are_equal(changed[at], now)]
-        for at in self._changed:
-            known = in_words(self.sizes.sizes[at])
-            return f"{self._rows.sample_id(at)} has {in_words(changed[at])}, remembered are {known}"
-        return None
+        self._changed = np.array([at for at, now in once_more.items() if are_equal(changed[at], now)], np.int64)
+        if not len(self._changed):
+            return None
+        first = int(self._changed[0])
+        now, known = in_words(changed[first]), in_words(self.sizes.sizes[first])
+        return f"{self._rows.sample_id(first)} has {now}, remembered are {known}"
 
     def _measured_again(self, in_full: Positions, by_header: Positions) -> dict[int, Any]:
         """Return the sizes of rows, without rows that may be encoded at another time."""
@@ -178,14 +178,21 @@ class _RankPass:
                 found[position] = size
         return found
 
-    def measure(self, num_drawn: int = 0) -> str | None:
-        """Measure all rows that the cache does not have, and compare some as the pass goes on."""
-        unknown = self.sizes.unknown()
+    def measure(self, num_drawn: int = 0, num_decoded: int = 0) -> str | None:
+        """Measure all rows that the cache does not have, and compare some as the pass goes on.
+
+        Of the drawn rows with media only the first `num_decoded` are compared.
+        """
+        unknown, in_turn = self.sizes.unknown(), self.sizes.drawn(num_drawn)
         # Headers may have been wrong where a remembered size was.
-        drawn = np.union1d(self.sizes.drawn(num_drawn), np.array(self._changed, np.int64))
-        checks = Checks(drawn if self._encoders.by_header is not None else drawn[:0])
+        drawn, decoded = (np.union1d(some, self._changed) for some in (in_turn, in_turn[:num_decoded]))
+        if self._encoders.by_header is None:
+            drawn = decoded = drawn[:0]  # every row is encoded in full
+        checks = Checks(drawn, decoded)
         # Drawn rows that a killed start has measured come first.
-        tasks = self._comparing(self.sizes.unchecked(drawn).tolist())
+        unchecked = self.sizes.unchecked(drawn)
+        is_cheap = ~has_media(self.sizes.sizes[unchecked])
+        tasks = self._comparing(unchecked[is_cheap | np.isin(unchecked, decoded)].tolist())
         tasks += _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
         with self._bar("Lengths", len(unknown)) as bar:
             for chunk in self._results(tasks):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.lengths.cache import Details, LengthCache
-from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, Sizes
+from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, Sizes, has_media
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import RowKeys
 from swift_vlpack.plan.parts import Part
@@ -122,16 +122,16 @@ class MeasuredSizes:
         """
         sizes, chance = self.sizes, random.SystemRandom()  # leaves the random numbers of training alone
         known = left = np.flatnonzero(self._is_known & ~self._names_url & (sizes["length"] > 0))
-        has_media = (sizes["images"] > 0) | (sizes["patches"] > 0)
+        of_media = has_media(sizes)
         chosen = {int(known[sizes[name][known].argmax()]) for name in ("length", "patches") if len(known)}
-        for is_of_kind in (~has_media, has_media, None):
+        for is_of_kind in (~of_media, of_media, None):
             left = left[~np.isin(left, list(chosen))]
             of_kind = left if is_of_kind is None else left[is_of_kind[left]]
             drawn = chance.sample(range(len(of_kind)), min(NUM_AGAIN_OF_EACH, len(of_kind)))
             chosen.update(of_kind[drawn].tolist())
-        rows, media = np.array(sorted(chosen), np.int64), known[has_media[known]]
+        rows, media = np.array(sorted(chosen), np.int64), known[of_media[known]]
         smallest = media[[sizes["patches"][media].argmin()]] if len(media) else media
-        return np.union1d(rows[~has_media[rows]], smallest), np.setdiff1d(rows[has_media[rows]], smallest)
+        return np.union1d(rows[~of_media[rows]], smallest), np.setdiff1d(rows[of_media[rows]], smallest)
 
     def num_failed(self, reason: str) -> int:
         """Return how many rows cannot be encoded for this reason."""
