@@ -96,7 +96,8 @@ def never_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from swift_vlpack.lengths.measured_sizes import MeasuredSizes
 
-    monkeypatch.setattr(MeasuredSizes, "to_look_at_again", lambda sizes: np.zeros(0, np.int64))
+    none = np.zeros(0, np.int64)
+    monkeypatch.setattr(MeasuredSizes, "to_look_at_again", lambda sizes: (none, none))
 
 
 def _is_first(record: logging.LogRecord) -> bool:

@@ -105,11 +105,11 @@ class _Pass(NamedTuple):
         dependencies = {
             **self.dependencies,
             "max_pixels": source.max_pixels,
-            "cutting": "" if encoder.divider is None else encoder.divider.digest(),
             "targets": encoder.targets,  # sizes count supervised tokens, and targets are not in the template
         }
         context = digest_of(dependencies, 16)
-        cache = LengthCache(lengths_path(self.folder, source.name, context), context)
+        cutting = "" if encoder.divider is None else encoder.divider.digest()
+        cache = LengthCache(lengths_path(self.folder, source.name, context), context, cutting)
         if ranks.num_ranks() > 1:
             _check_same_rows(
                 source, {name: digest_of(dependencies[name], 4) for name in {*dependencies} - {*MAY_DIFFER}}

@@ -66,10 +66,15 @@ class KnownSizes:
 class LengthCache:
     """Read and write the saved sizes of one source under one context."""
 
-    def __init__(self, path: Path, context: str) -> None:
-        """Name the files; nothing is read yet. `context` is the digest of everything but the row."""
+    def __init__(self, path: Path, context: str, cutting: str = "") -> None:
+        """Name the files; nothing is read yet.
+
+        `context` is the digest of everything but the row. `cutting` identifies the rules by which rows are cut: parts
+        hold for these rules only, but sizes, which are those of whole rows, hold for all.
+        """
         self.path = path
         self.context = context
+        self._cutting = cutting
         self._checked = LengthFile(path)
         self._unchecked = LengthFile(path.with_suffix(".unchecked"))
         self._details = path.with_suffix(".details")
@@ -105,7 +110,7 @@ class LengthCache:
         """Save errors and parts of rows."""
         if self._checked.is_usable:
             lines = [
-                [key.tobytes().hex(), one.fault and [*one.fault], [part.numbers for part in one.parts]]
+                [key.tobytes().hex(), one.fault and [*one.fault], [part.numbers for part in one.parts], self._cutting]
                 for key, one in zip(keys, details, strict=True)
                 if key != NO_KEY
             ]
@@ -113,11 +118,13 @@ class LengthCache:
                 json_lines.append(self._details, lines)
 
     def load_details(self) -> dict[bytes, Details]:
-        """Read errors and parts of rows, by key."""
+        """Read errors of rows, and their parts by the present rules, by key."""
         found = {}
         for line in json_lines.read(self._details):
             with suppress(ValueError, TypeError, OverflowError):  # a line that a killed process left unfinished
-                key, fault, parts = line
+                key, fault, parts, cutting = line
+                if parts and cutting != self._cutting:
+                    continue
                 fault = fault and Fault(str(fault[0]), str(fault[1]), tuple(map(str, fault[2])))
                 parts = tuple(Part.of_numbers(number, part) for number, part in enumerate(parts))
                 found[bytes.fromhex(key)] = Details(fault or None, parts)

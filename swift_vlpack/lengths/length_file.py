@@ -56,6 +56,11 @@ Keys = NDArray[np.void]
 Records = NDArray[np.void]
 
 
+def has_media(sizes: Sizes) -> NDArray[np.bool_]:
+    """Return the mask of rows with images or videos."""
+    return np.asarray((sizes["images"] > 0) | (sizes["patches"] > 0))
+
+
 class LengthFile:
     """Read and append records of one file. If it cannot be read or written, warn once and continue without it."""
 

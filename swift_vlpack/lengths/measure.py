@@ -16,7 +16,7 @@
 What the sizes of a source are worth, in the order in which `measure` sees to it:
 
 1. *One key.* A remembered size is found by the row, its files, and the settings that it depends on (`cache.py`).
-2. *Looked at again.* At every start, each rank encodes some remembered rows in full: the longest, the one of most
+2. *Looked at again.* At every start, each rank measures some remembered rows again: the longest, the one of most
    patches, and drawn ones. If one has another size now, the key lacks what changed it, and all remembered sizes of the
    source are dropped, with a warning.
 3. *Checked before believed.* To decode all images takes hours, to read a header takes a millisecond. So other rows are
@@ -44,7 +44,7 @@ from tqdm import tqdm
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.lengths import forked
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.length_file import BY_HEADER, Sizes
+from swift_vlpack.lengths.length_file import BY_HEADER, Sizes, has_media
 from swift_vlpack.lengths.measured_sizes import Findings, MeasuredSizes, joined
 from swift_vlpack.lengths.rank_rows import Positions, RankRows
 from swift_vlpack.lengths.rows_work import SEEN_IN_HEADERS, Encoders, RowsWork, Task, TaskKind, are_equal, in_words
@@ -93,9 +93,8 @@ def measure(
         comm.results_of_all(mine.sizes.forget)
         difference = None
     if difference is None:
-        # Divide the drawn rows among ranks: all ranks together draw as many rows as a single rank would.
-        num_drawn = -(-num_to_draw(len(source.rows)) // comm.num_ranks)
-        difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn)))
+        num_drawn, num_decoded = num_to_draw(len(source.rows), comm.num_ranks)
+        difference = _first(comm.results_of_all(lambda: mine.measure(num_drawn, num_decoded)))
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
         # Find these rows in the whole source, not in each rank's share, and compare those of this rank.
@@ -131,7 +130,8 @@ class _RankPass:
         self._name = source.name
         self._work = RowsWork(rows, cache, encoders)
         self._progress = progress or Progress()
-        self._changed: list[int] = []  # rows whose remembered size was wrong
+        self._trusts_headers = True
+        self._changed = np.zeros(0, np.int64)  # rows whose remembered size was wrong
 
     @property
     def _encoders(self) -> Encoders:
@@ -146,39 +146,53 @@ class _RankPass:
                 self.sizes.take_keys(chunk)
                 bar.update(len(chunk.positions))
         differs = self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider)
-        if differs or self._encoders.by_header is None:
+        self._trusts_headers = not differs and self._encoders.by_header is not None
+        if not self._trusts_headers:
             self.sizes.forget_headers()
         return "an earlier start found that they differ, as its file of lengths records" if differs else None
 
     def look_again(self) -> str | None:
-        """Encode a few remembered rows in full."""
-        found = self._encoded_again(self.sizes.to_look_at_again())
+        """Measure a few remembered rows, some in full and some by their headers."""
+        in_full, by_header = self.sizes.to_look_at_again()
+        if not self._trusts_headers:
+            in_full, by_header = np.union1d(in_full, by_header), by_header[:0]
+        found = self._measured_again(in_full, by_header)
         changed = {at: now for at, now in found.items() if not are_equal(self.sizes.sizes[at], now)}
-        # Encode these once more: a row of which each encoding has another size (its template draws) tells of no change.
-        once_more = self._encoded_again(np.array(sorted(changed), np.int64))
-        self._changed = [at for at, now in once_more.items() if are_equal(changed[at], now)]
-        for at in self._changed:
-            known = in_words(self.sizes.sizes[at])
-            return f"{self._rows.sample_id(at)} has {in_words(changed[at])}, remembered are {known}"
-        return None
+        # Measure these once more: a row that has another size each time (its template draws) tells of no change.
+        some = np.array(list(changed), np.int64)
+        once_more = self._measured_again(np.intersect1d(in_full, some), np.intersect1d(by_header, some))
+        self._changed = np.array([at for at, now in once_more.items() if are_equal(changed[at], now)], np.int64)
+        if not len(self._changed):
+            return None
+        first = int(self._changed[0])
+        now, known = in_words(changed[first]), in_words(self.sizes.sizes[first])
+        return f"{self._rows.sample_id(first)} has {now}, remembered are {known}"
 
-    def _encoded_again(self, positions: Positions) -> dict[int, Any]:
-        """Return the sizes of rows by full encoding, without rows that may be encoded at another time."""
+    def _measured_again(self, in_full: Positions, by_header: Positions) -> dict[int, Any]:
+        """Return the sizes of rows, without rows that may be encoded at another time."""
         found = {}
-        for chunk in self._results(_tasks(TaskKind.AGAIN, positions, 1)):
+        tasks = _tasks(TaskKind.AGAIN, in_full, 1) + _tasks(TaskKind.MEASURE, by_header, 1)
+        for chunk in self._results(tasks):
             [position], [size], [is_lasting] = chunk.positions.tolist(), chunk.sizes, chunk.is_saved
             if is_lasting and REASONS[size["reason"]] in ("", *SEEN_IN_HEADERS):
                 found[position] = size
         return found
 
-    def measure(self, num_drawn: int = 0) -> str | None:
-        """Measure all rows that the cache does not have, and compare some as the pass goes on."""
-        unknown = self.sizes.unknown()
+    def measure(self, num_drawn: int = 0, num_decoded: int = 0) -> str | None:
+        """Measure all rows that the cache does not have, and compare some as the pass goes on.
+
+        Of the drawn rows with media only the first `num_decoded` are compared.
+        """
+        unknown, in_turn = self.sizes.unknown(), self.sizes.drawn(num_drawn)
         # Headers may have been wrong where a remembered size was.
-        drawn = np.union1d(self.sizes.drawn(num_drawn), np.array(self._changed, np.int64))
-        checks = Checks(drawn if self._encoders.by_header is not None else drawn[:0])
+        drawn, decoded = (np.union1d(some, self._changed) for some in (in_turn, in_turn[:num_decoded]))
+        if self._encoders.by_header is None:
+            drawn = decoded = drawn[:0]  # every row is encoded in full
+        checks = Checks(drawn, decoded)
         # Drawn rows that a killed start has measured come first.
-        tasks = self._comparing(self.sizes.unchecked(drawn).tolist())
+        unchecked = self.sizes.unchecked(drawn)
+        is_cheap = ~has_media(self.sizes.sizes[unchecked])
+        tasks = self._comparing(unchecked[is_cheap | np.isin(unchecked, decoded)].tolist())
         tasks += _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
         with self._bar("Lengths", len(unknown)) as bar:
             for chunk in self._results(tasks):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.lengths.cache import Details, LengthCache
-from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, Sizes
+from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, Sizes, has_media
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import RowKeys
 from swift_vlpack.plan.parts import Part
@@ -112,21 +112,25 @@ class MeasuredSizes:
         # The seed is the source's name, so that every start draws the same rows, and other sources draw other rows.
         return unproven[permutation(len(unproven), "lengths", self._rows.source.name)[:num_rows]]
 
-    def to_look_at_again(self) -> Positions:
-        """Choose remembered rows: the longest, the one of most patches, and drawn ones, which differ at each start.
+    def to_look_at_again(self) -> tuple[Positions, Positions]:
+        """Choose remembered rows to measure again. Returns (those to encode in full, those to measure by headers).
 
-        Of the drawn ones some are texts, some have media, and some are any. None names a URL.
+        The longest row, the one of most patches, and drawn ones, which differ at each start: some texts, some with
+        media, and some of all. None names a URL. Texts are encoded in full, because some changes are in what headers
+        pass by. To decode large media takes seconds, so of those only one more, of the fewest patches, is decoded.
         """
         sizes, chance = self.sizes, random.SystemRandom()  # leaves the random numbers of training alone
-        left = np.flatnonzero(self._is_known & ~self._names_url & (sizes["length"] > 0))
-        has_media = (sizes["images"] > 0) | (sizes["patches"] > 0)
-        chosen = {int(left[sizes[name][left].argmax()]) for name in ("length", "patches") if len(left)}
-        for is_of_kind in (~has_media, has_media, None):
+        known = left = np.flatnonzero(self._is_known & ~self._names_url & (sizes["length"] > 0))
+        of_media = has_media(sizes)
+        chosen = {int(known[sizes[name][known].argmax()]) for name in ("length", "patches") if len(known)}
+        for is_of_kind in (~of_media, of_media, None):
             left = left[~np.isin(left, list(chosen))]
             of_kind = left if is_of_kind is None else left[is_of_kind[left]]
             drawn = chance.sample(range(len(of_kind)), min(NUM_AGAIN_OF_EACH, len(of_kind)))
             chosen.update(of_kind[drawn].tolist())
-        return np.array(sorted(chosen), np.int64)
+        rows, media = np.array(sorted(chosen), np.int64), known[of_media[known]]
+        smallest = media[[sizes["patches"][media].argmin()]] if len(media) else media
+        return np.union1d(rows[~of_media[rows]], smallest), np.setdiff1d(rows[of_media[rows]], smallest)
 
     def num_failed(self, reason: str) -> int:
         """Return how many rows cannot be encoded for this reason."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, Sizes
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, Sizes, has_media
 from swift_vlpack.lengths.rank_rows import Chunk, Positions
 
 NUM_PER_KIND = 2
@@ -21,24 +21,28 @@ NUM_PER_KIND = 2
 NUM_ROWS_DRAWN = 64
 """Most rows to draw and compare, whatever their kinds. If a tenth of all rows were wrong, 64 drawn rows would miss that
 in one of a thousand cases (0.9 ** 64)."""
-SHARE_DRAWN = 1 / 16
-"""Share of the rows of a small source to draw: the pass exists to avoid decoding."""
+SHARE_DECODED = 1 / 64
+"""Share of the rows of a source that are compared for being drawn although they have media: the pass exists to avoid
+decoding. Drawn texts cost little."""
 
 
-def num_to_draw(num_rows: int) -> int:
-    """Return how many rows of a source to draw.
+def num_to_draw(num_rows: int, num_ranks: int = 1) -> tuple[int, int]:
+    """Return how many rows of a source each rank draws, and how many of them are compared if they have media.
 
-    >>> [num_to_draw(num_rows) for num_rows in (1, 100, 10_000)]
-    [1, 7, 64]
+    >>> [num_to_draw(num_rows) for num_rows in (1, 1000, 100_000)], num_to_draw(100_000, num_ranks=8)
+    ([(64, 1), (64, 16), (64, 64)], (8, 8))
     """
-    return min(NUM_ROWS_DRAWN, int(num_rows * SHARE_DRAWN) + 1)
+    num_decoded = min(NUM_ROWS_DRAWN, int(num_rows * SHARE_DECODED) + 1)
+    # All ranks together draw as many rows as a single rank would.
+    return -(-NUM_ROWS_DRAWN // num_ranks), -(-num_decoded // num_ranks)
 
 
 class Checks:
     """Choose from measured rows."""
 
-    def __init__(self, drawn: Positions) -> None:
-        self._drawn = set(drawn.tolist())
+    def __init__(self, drawn: Positions, decoded: Positions) -> None:
+        """Take the rows to compare whatever their kinds: `drawn` if they have no media, `decoded` if they have."""
+        self._drawn, self._decoded = set(drawn.tolist()), set(decoded.tolist())
         self._num_chosen = Counter[str]()
         self._kinds: dict[int, tuple[str, ...]] = {}  # of the chosen rows
         self._taken: set[int] = set()  # rows that were compared
@@ -49,12 +53,14 @@ class Checks:
         chosen = []
         assert chunk.kinds is not None
         proofs, failed = chunk.sizes["proof"].tolist(), (chunk.sizes["reason"] > 0).tolist()
-        for position, proof, has_failed, kinds in zip(
-            chunk.positions.tolist(), proofs, failed, chunk.kinds, strict=True
+        media = has_media(chunk.sizes).tolist()
+        for position, proof, is_failed, is_of_media, kinds in zip(
+            chunk.positions.tolist(), proofs, failed, media, chunk.kinds, strict=True
         ):
             is_new = proof == BY_HEADER and any(self._num_chosen[kind] < NUM_PER_KIND for kind in kinds)
             # A drawn row counts even if its header gave no size: then headers say too little of this source.
-            if is_new or (position in self._drawn and not has_failed):
+            is_drawn = position in (self._decoded if is_of_media else self._drawn) and not is_failed
+            if is_new or is_drawn:
                 self._num_chosen.update(kinds)
                 self._kinds[position] = kinds
                 chosen.append(position)
@@ -100,6 +106,6 @@ def without_headers(sizes: Sizes) -> NDArray[np.int64]:
     Such a source is encoded in full anyway; the comparison says so, and why.
     """
     usable = sizes["length"] > 0
-    has_media = usable & ((sizes["images"] > 0) | (sizes["patches"] > 0))
-    rows = np.flatnonzero(has_media if has_media.any() else usable)
+    of_media = usable & has_media(sizes)
+    rows = np.flatnonzero(of_media if of_media.any() else usable)
     return rows[: int(not np.isin(sizes["proof"][rows], (BY_HEADER, AGREED)).any())]

@@ -113,6 +113,8 @@ def test_details_are_kept_and_a_line_cut_off_costs_no_other(path):
     cache.append_details(keys(1, 2), details)
     cache.append_details(np.array([NO_KEY], KEY), details[:1])
     assert cache.load_details() == {key.tobytes(): one for key, one in zip(keys(1, 2), details, strict=True)}
+    other = LengthCache(path, "context", "other rules")
+    assert other.load_details() == {keys(1)[0].tobytes(): details[0]}, "parts are those of one way to cut"
     file = path.with_suffix(".details")
     file.write_bytes(file.read_bytes()[:-5])
     assert set(cache.load_details()) == {keys(1)[0].tobytes()}

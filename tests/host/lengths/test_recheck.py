@@ -164,15 +164,16 @@ def test_change_that_only_media_rows_show_in_data_of_texts(starts, tmp_path):
         assert starts.measured == 200
 
 
-def test_rows_are_looked_at_again_with_their_pixels(template, tmp_path, monkeypatch):
-    """LEN-24: by the full encoding, which sees all that training sees; nothing else is encoded."""
-    path = photo(tmp_path, "photo", 60, 40)
-    rows = dataset([*texts(40), *(image_row([path], f"picture {n}") for n in range(40))])
+def test_few_rows_are_looked_at_again_and_one_with_its_pixels(template, tmp_path, monkeypatch):
+    """LEN-24: nothing else is encoded, and what is equal is not saved again."""
+    large, small = photo(tmp_path, "large", 900, 700), photo(tmp_path, "small", 60, 40)
+    rows = dataset([*texts(40), *(image_row([path], f"{n}") for n in range(20) for path in (large, small))])
     with_lengths(source(rows), template, ARGS, str(tmp_path / "cache"))
     seen, encode = [], Template.encode
     monkeypatch.setattr(Template, "encode", lambda self, row, **kw: seen.append(row) or encode(self, row, **kw))
     caches = caches_of(monkeypatch)
     assert with_lengths(source(rows), template, ARGS, str(tmp_path / "cache")).sizes.num_remembered == 80
-    assert 6 <= len(seen) <= 8
-    assert not any(isinstance(row, headers._Row) for row in seen)
-    assert len(caches[0].load()) == 80, "what is equal is not saved again"
+    assert 7 <= len(seen) <= 9
+    decoded = [row["images"] for row in seen if row["images"] and not isinstance(row, headers._Row)]
+    assert decoded == [[small]]
+    assert len(caches[0].load()) == 80

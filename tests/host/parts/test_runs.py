@@ -148,6 +148,7 @@ def test_ms_swifts_split_is_ours(run, small_folder, data, tmp_path, monkeypatch)
         report(truncation_strategy="left")
 
 
+@pytest.mark.usefixtures("never_again")
 def test_parts_are_remembered_with_the_lengths(run, small_folder, data, tmp_path, monkeypatch):
     """CUT-16: nothing is encoded again under the same options; under another pack length what is longer."""
     from swift_vlpack.rows.encoder import RowEncoder
