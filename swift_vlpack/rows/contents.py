@@ -115,6 +115,9 @@ def refuse_unfilled(sample: Encoded, tokens: MediaTokens) -> None:
         UnfilledToken: There are more or fewer placeholders than the media become. Only for families whose placeholders
             are counted by grids, and for samples without media.
     """
+    ids = sample.get("input_ids")
+    if ids is None:  # a row of several sequences, whose fields have other names
+        return
     grids = {one.kind: list(_leaves(sample.get(str(one.grid)))) for one in BY_PATCHES}
     if any(int(grid.prod(-1).min()) == 0 for found in grids.values() for grid in found):
         raise NoPatch("a side of an image or video is shorter than a patch once it is resized")
@@ -126,8 +129,7 @@ def refuse_unfilled(sample: Encoded, tokens: MediaTokens) -> None:
         return
     else:
         wanted = dict.fromkeys(tokens.placeholders, 0)
-    ids = list(sample["input_ids"])
-    written = {kind: ids.count(token) for kind, token in tokens.placeholders.items()}
+    written = {kind: list(ids).count(token) for kind, token in tokens.placeholders.items()}
     if wanted.get(VIDEO) and not written.get(VIDEO):
         return  # frames are written as images
     for kind, num in written.items():

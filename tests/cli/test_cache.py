@@ -124,7 +124,7 @@ def test_clear_removes_all_that_is_ours_and_nothing_of_others(folder, capsys):
     assert names(folder) == {*FOREIGN, "below", "mine-0123456789ab.notes"}
     assert (folder / "below" / "scans-ba9876543210.lengths").exists()
     assert all((folder / name).read_bytes() == content for name, content in FOREIGN.items())
-    assert "8 files removed" in capsys.readouterr().out
+    assert "14 files removed" in capsys.readouterr().out
     assert main(["cache", "clear", "--yes"]) == 0
     assert "no cached lengths" in capsys.readouterr().out
 

@@ -2,7 +2,7 @@
 
 `mcore.sh` and `dpo.sh`, which are of Megatron, are in `test_megatron.py`. Names of models and data are those of tiny
 ones, and there are fewer processes. CPUs take float32 in place of bfloat16, and neither flash-attn nor the kernels of
-Liger. The loss of rerankers is named as ms-swift 4.6 names it.
+Liger. `reranker.sh` has rows of candidates, which `swift export` exports.
 """
 
 import os
@@ -17,12 +17,11 @@ from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.e2e.ranks import free_port
 from tests.engines.launcher import PLUGIN, engine_variables
 from tests.host.runs import SMALL_VOCABULARY, argv, log_lines
-from tests.host.test_export import PLAIN, candidates, ours, rated
+from tests.host.test_export import PLAIN, ours, rated
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("options")]
 FAMILY = "qwen2_5_vl"
 CLASSES = {"task_type": "seq_cls", "num_labels": 265, "problem_type": "single_label_classification"}
-RERANKER = {"task_type": "generative_reranker"}
 NO_FREEZING = {"freeze_llm": "false", "freeze_vit": "true", "freeze_aligner": "true"}
 DOCUMENTS = {"truncation_strategy": "split", "max_length": 8192}
 OF_ALL = {
@@ -61,12 +60,6 @@ EXAMPLES = {
          "gradient_accumulation_steps": 4, "eval_steps": 200, "deepspeed": "zero3"},
         command="pt",
     ),
-    "reranker.sh": Example(
-        "candidates", {**RERANKER, "dataset_num_proc": 2},
-        {**RERANKER, "loss_type": "pointwise_reranker", "tuner_type": "full", "learning_rate": 6e-6,
-         "gradient_accumulation_steps": 8, "padding_side": "left", "eval_steps": 50, "max_length": 8192,
-         "deepspeed": "zero3", "dataloader_drop_last": "true"},
-    ),
     "seq_cls.sh": Example(
         "classes", {**CLASSES, "dataset_num_proc": 2},
         {"tuner_type": "lora", "load_from_cache_file": "true", "learning_rate": 1e-4, "lora_rank": 8, "lora_alpha": 32,
@@ -86,7 +79,6 @@ def rows(tmp_path_factory):
         "texts": [text_row(f"question {n}", "word " * (n % 40 + 1)) for n in range(40)],
         "photos": photos,
         "documents": [text_row("", "word " * number) for number in (*range(20, 800, 40), 9000)],
-        "candidates": [candidates(n) for n in range(1, 40)],
         "classes": [rated(n, images[n % len(images)][:1] if n % 2 else ()) for n in range(40)],
     }
     return {name: write_jsonl(folder / f"{name}.jsonl", some) for name, some in made.items()}
@@ -114,8 +106,6 @@ def test_example_of_ms_swift_trains_from_our_export(script, rows, small_folder, 
     variables = engine_variables(example.train.get("deepspeed", "ddp")) | {"OMP_NUM_THREADS": "1"}
     if "deepspeed" in example.train:
         variables |= {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
-    if script == "reranker.sh":  # the small vocabulary has neither "yes" nor "no"
-        variables |= {"GENERATIVE_RERANKER_POSITIVE_TOKEN": "a", "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "the"}
     done = subprocess.run(
         [sys.executable, "-m", "swift.cli.main", example.command, *flags], cwd=tmp_path,
         env={**os.environ, **variables},

@@ -22,6 +22,8 @@ def pairs(lengths, capacity):
 @pytest.fixture
 def run(small_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
+    # ms-swift imports these files again in every spawned worker of this process, of later tests too.
+    monkeypatch.setattr("swift.utils.utils._external_files", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plugin.py").write_text(PLUGIN)
