@@ -93,6 +93,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
         "unreadable": dict(sorted(unreadable.items())),
         "rows_with_surplus_tags": sum(len(source.sizes.surplus_tags) for source in dataset.sources if source.sizes),
+        "rows_without_target": sum(map(_num_without_target, dataset.sources)),
         "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
         **({"cut": _cut(epoch, dataset)} if epoch.packs.config.cuts_rows else {}),
@@ -190,6 +191,12 @@ def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[d
 
 def _failures(source: RowSource) -> dict[int, str]:
     return {} if source.sizes is None else dict(source.sizes.failures)
+
+
+def _num_without_target(source: RowSource) -> int:
+    """Count the rows that can be encoded and have no label: they train nothing."""
+    sizes = source.sizes
+    return 0 if sizes is None else int(((sizes.lengths > 0) & (sizes.supervised == 0)).sum())
 
 
 def _summary(lengths: NDArray[Any]) -> dict[str, float]:

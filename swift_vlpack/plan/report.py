@@ -234,6 +234,15 @@ packing_length, or the caps'
     )
 
 
+def without_target(num_rows: int) -> str:
+    """Say that rows train nothing.
+
+    >>> without_target(1)
+    '1 row has no token to train'
+    """
+    return f"{counted(num_rows, 'row has', 'rows have')} no token to train"
+
+
 def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConfig) -> str | None:
     """Return a warning about sequences without the single shape of `packing_pad_to=length`; None if all have it."""
     num_longer = int((num_tokens_per_pack > config.packing_length).sum())
