@@ -269,7 +269,8 @@ def test_plain_ms_swift_trains_from_it_without_this_package(mode, flags, small_f
         def of_run(out, plugin, folder=folder):
             return argv(
                 small_folder(FAMILY), FAMILY, out, cached_dataset=folder / "train", cached_val_dataset=folder / "val",
-                packing="false" if mode == "kto" else "true", num_train_epochs=1, eval_strategy="epoch", external_plugins=[plugin, SMALL_VOCABULARY],
+                packing="false" if mode == "kto" else "true", num_train_epochs=1, eval_strategy="epoch",
+                external_plugins=[plugin, SMALL_VOCABULARY],
                 **more,
             )  # fmt: skip
 
