@@ -59,7 +59,9 @@ def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> 
 # -- packs and samples ------------------------------------------------------------------------------------------------
 
 
-def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> dict[str, Any]:
+def plan_facts(
+    plan: EpochPlan, *, accumulation: int, seconds: float = 0.0, is_decoded_ahead: bool = False
+) -> dict[str, Any]:
     """Return the numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`.
 
     `step` describes a step if packs decide what it trains; `kept_steps` does if steps keep their samples.
@@ -72,6 +74,7 @@ def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> d
         **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
         "packs_per_epoch": len(plan),
         "steps_per_epoch": plan.num_steps if kept else num_steps(plan.packs.num_packs_per_rank, accumulation),
+        **({"is_decoded_ahead": True} if is_decoded_ahead else {}),
         **({"kept_steps": kept} if kept else {"step": size_of_step(plan, accumulation=accumulation).as_json()}),
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.errors import StateMismatch
+from swift_vlpack.plan.same_steps import steps_are_other
 from swift_vlpack.runlog.account import account_json, shared_json
 from swift_vlpack.runlog.counts import Counts, SourceCounts, share
 from swift_vlpack.runlog.events import FILE, FOLDER, RESUME
@@ -58,7 +59,7 @@ def run_report(run: RunFolder) -> Report:
         ],
         "series": series_of(segments, losses),
         "steps_without_loss": without_number,
-        "notes": [*_notes(run, segments), *_note_of_losses(without_number)],
+        "notes": [*_notes(run, segments), *_note_of_losses(without_number), *_note_of_steps(counts)],
     }
 
 
@@ -270,3 +271,7 @@ def _note_of_losses(steps: Sequence[int]) -> list[str]:
         f"the logged loss is infinite or no number at {counted(len(steps), 'step')}: {shown}{others} "
         f"(`vlpack inspect --run ... --step {steps[0]}` shows its rows)"
     ]
+
+
+def _note_of_steps(counts: Counts) -> list[str]:
+    return [steps_are_other(counts.num_failed_late)] if counts.num_failed_late else []
