@@ -15,7 +15,7 @@ EXTRAS := test,docs
 REQUIRED := -e '.[$(EXTRAS)]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few lint format bench bench-start bench-loader bench-branches bench-step bench-ways same-steps scale soak soak-long families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few test-transformers run-transformers lint format bench bench-start bench-loader bench-branches bench-step bench-ways same-steps scale soak soak-long families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,14 @@ test-oldest-few:  ## Run the tenth of test-oldest that CI runs
 	$(MAKE) test SWIFT=oldest TESTS="tests/host/test_install.py tests/host/rows/test_same_rows.py tests/host/test_loss.py \
 	  tests/host/test_padding.py tests/host/test_pretrain.py tests/host/test_evaluation.py tests/host/parts \
 	  tests/host/test_together.py tests/e2e/test_plan.py"
+
+# Beyond the range of pyproject.toml, to learn early what a new transformers breaks; pip warns of it and installs it.
+test-transformers:  ## Run tests/attention on the newest transformers, which may fail
+	$(MAKE) run-transformers VENV=$(VENV)-transformers EXTRAS=test
+
+run-transformers: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade transformers
+	$(BIN)/python -m pytest tests/attention
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy strict (all but host)
 	$(BIN)/ruff check .

@@ -230,8 +230,8 @@ class Reason(str, Enum):
         "file_timeout",
         _unreadable(
             14,
-            "nothing could be read for 60 seconds, as from a network mount that is gone; "
-            "each such row halves the limit, down to 2 seconds",
+            "nothing could be read for 60 seconds, in two tries, as from a network mount that is gone; "
+            "each try halves the limit, down to 2 seconds, until a second one succeeds",
             is_retried=True,
         ),
     )

@@ -47,7 +47,7 @@ def test_version_is_the_same_wherever_it_stands():
 def test_hosted_ci_runs_the_script_that_people_run():
     """PKG-9: nothing is installed or tested that only the workflow knows of."""
     workflow = yaml.safe_load(WORKFLOW.read_text())
-    (job,) = workflow["jobs"].values()
+    job, newest = workflow["jobs"].values()
     uses, runs = job["steps"]
     assert runs["run"] == ".ci/run"
     assert set(runs["env"]) == {"SWIFT"}
@@ -57,6 +57,18 @@ def test_hosted_ci_runs_the_script_that_people_run():
     assert job["strategy"]["matrix"] == {"python": pythons, "swift": ["oldest", "newest"]}
     assert f'requires-python = ">={pythons[0]}"' in text_of("pyproject.toml")
     assert "matrix.python" in job["container"]["image"]
+    assert newest["continue-on-error"] is True
+    assert newest["steps"] == [uses, {"run": "make test-transformers"}]
+
+
+def test_newest_transformers_is_tried_and_is_not_in_the_range():
+    """PKG-9: and what the pages say is the end of the range."""
+    said = made("test-transformers")
+    assert ".venv-transformers/bin/python -m pip install --quiet --disable-pip-version-check --upgrade tra" in said
+    assert ".venv-transformers/bin/python -m pytest tests/attention" in said
+    (end,) = re.findall(r'"transformers>=[\d.]+,<([\d.]+)"', text_of("pyproject.toml"))
+    assert f"below {end} as ms-swift" in text_of("docs/dependencies.md")
+    assert f"below {end} (" in text_of("docs/versions.md")
 
 
 def test_make_takes_the_python_and_the_ms_swift_that_ci_asks_for():

@@ -25,6 +25,10 @@ MODES = ("train", "rlhf", "kto")
 PARTS = ("train", "val")
 _OF_EXPORT = {*PARTS, "val_dataset.jsonl", LEFT_OUT, "settings.json", "sizes.npz", "packed"}
 """Files and folders that an export writes; earlier versions also wrote the last three."""
+_OF_KTO = (
+    "swift rlhf --rlhf_type kto --loss_type apo_zero_unpaired; for its other loss, ms-swift makes the rows of the KL "
+    "term from --dataset only"
+)
 _BOOLEAN = ("true", "false")
 
 
@@ -104,6 +108,8 @@ def export_text(report: dict[str, Any]) -> str:
     for name in PARTS:
         if name in report:
             lines += listed(name, _about_part(report[name], report["check_pixels"]))
+    if report["template_mode"] == "kto":
+        lines.append(("train", _OF_KTO))
     return labelled([*lines, ("time", f"{report['seconds']:.1f} s")])
 
 

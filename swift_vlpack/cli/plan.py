@@ -133,7 +133,12 @@ def training_report(
     if warning := left_out_warning(epoch, left_out_by(epoch, feed.dataset), feed.config):
         logger.warning("packing: %s", warning)
     accumulation = run.args.training_args.gradient_accumulation_steps
-    report = plan_facts(epoch, accumulation=accumulation, seconds=time.perf_counter() - start)
+    report = plan_facts(
+        epoch,
+        accumulation=accumulation,
+        seconds=time.perf_counter() - start,
+        is_decoded_ahead=feed.is_decoded_ahead,
+    )
     return {
         **report,
         **data_report(epoch, feed.dataset, merge_size(run.template)),

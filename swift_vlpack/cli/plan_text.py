@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swift_vlpack.cli.lines import labelled
-from swift_vlpack.plan.report import about_step, nothing_packed, share_lines
+from swift_vlpack.plan.report import about_step, nothing_packed, share_lines, without_target
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
 
@@ -122,6 +122,8 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
                 f"{counted(num_rows, 'row has', 'rows have')} more tags than media: the surplus is words",
             )
         )
+    if num_rows := report["rows_without_target"]:
+        lines.append(("", f"{without_target(num_rows)}: all labels are -100"))
     return [*lines, ("lengths", f"{lengths} tokens"), ("images", images)]
 
 

@@ -59,7 +59,9 @@ def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> 
 # -- packs and samples ------------------------------------------------------------------------------------------------
 
 
-def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> dict[str, Any]:
+def plan_facts(
+    plan: EpochPlan, *, accumulation: int, seconds: float = 0.0, is_decoded_ahead: bool = False
+) -> dict[str, Any]:
     """Return the numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`.
 
     `step` describes a step if packs decide what it trains; `kept_steps` does if steps keep their samples.
@@ -72,6 +74,7 @@ def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> d
         **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
         "packs_per_epoch": len(plan),
         "steps_per_epoch": plan.num_steps if kept else num_steps(plan.packs.num_packs_per_rank, accumulation),
+        **({"is_decoded_ahead": True} if is_decoded_ahead else {}),
         **({"kept_steps": kept} if kept else {"step": size_of_step(plan, accumulation=accumulation).as_json()}),
     }
 
@@ -93,6 +96,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
         "unreadable": dict(sorted(unreadable.items())),
         "rows_with_surplus_tags": sum(len(source.sizes.surplus_tags) for source in dataset.sources if source.sizes),
+        "rows_without_target": sum(map(_num_without_target, dataset.sources)),
         "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
         **({"cut": _cut(epoch, dataset)} if epoch.packs.config.cuts_rows else {}),
@@ -190,6 +194,12 @@ def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[d
 
 def _failures(source: RowSource) -> dict[int, str]:
     return {} if source.sizes is None else dict(source.sizes.failures)
+
+
+def _num_without_target(source: RowSource) -> int:
+    """Count the rows that can be encoded and have no label: they train nothing."""
+    sizes = source.sizes
+    return 0 if sizes is None else int(((sizes.lengths > 0) & (sizes.supervised == 0)).sum())
 
 
 def _summary(lengths: NDArray[Any]) -> dict[str, float]:

@@ -172,6 +172,11 @@ class Feed(ABC):
         """Return the optimizer step whose samples are kept; None if the packs decide what a step trains."""
         return None
 
+    @property
+    def is_decoded_ahead(self) -> bool:
+        """Tell whether un-packed training, whose steps are kept, decodes all images before it draws its batches."""
+        return False
+
     def sequences_of_steps(self) -> Iterator[int]:
         """Yield the number of sequences that a rank trains in each step, if steps keep their samples; else nothing."""
         return iter(())

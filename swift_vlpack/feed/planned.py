@@ -104,6 +104,15 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         """Return the packs of the epoch; indices are positions in its schedule."""
         return self.epoch_plan.packs
 
+    @property
+    def is_decoded_ahead(self) -> bool:
+        """Tell whether un-packed training, whose steps are kept, decodes all images before it draws its batches.
+
+        The plan knows only headers, so a row whose pixels are broken is in a step here, and was deleted there.
+        """
+        rows = self._unpacked
+        return rows is not None and bool(rows.is_deleted_if_failing.any() and self.epoch_plan.images.any())
+
     def plan_of(self, epoch: int) -> EpochPlan:
         """Plan any epoch. The epoch that is set does not change."""
         return self._epochs.plan(epoch)

@@ -93,6 +93,11 @@ class PlannedFeed(Feed):
         return plan.num_left_per_rank if self.kept_step is None else plan.num_steps_left(1)
 
     @property
+    def is_decoded_ahead(self) -> bool:
+        """Tell whether un-packed training, whose steps are kept, decodes all images before it draws its batches."""
+        return self.packs.is_decoded_ahead
+
+    @property
     def kept_step(self) -> UnpackedStep | None:
         """Return the optimizer step whose samples are kept; None if the packs decide what a step trains."""
         return self.packs.step

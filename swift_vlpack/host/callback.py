@@ -117,9 +117,13 @@ def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[s
         **({"packing_share": MEDIA} if feed.config.shares_media else {}),
         "attention": attention,
         "proof": proof,
-        "plan": None if plan is None else plan_facts(plan, accumulation=args.gradient_accumulation_steps),
+        "plan": None if plan is None else _plan_facts(feed, args.gradient_accumulation_steps),
         "data": None if plan is None else _data_facts(plan, feed.dataset, trainer.template),
     }
+
+
+def _plan_facts(feed: Any, accumulation: int) -> dict[str, Any]:
+    return plan_facts(feed.epoch_plan, accumulation=accumulation, is_decoded_ahead=feed.is_decoded_ahead)
 
 
 def _data_facts(plan: EpochPlan, dataset: Any, template: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
 from swift_vlpack.feed.failures import check_measured
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import PlannedPackingDataset
@@ -134,6 +135,11 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
         unpacked=step and unpacked_rows(args, rows.sources, deletes_failing=deletes_failing_rows(args)),
     )
     plan = packs.epoch_plan
+    if not plan.supervised[plan.packs.members].any():
+        raise DataError(
+            "there is nothing to train: no row of the plan has a label, all are -100. Give rows with answers that "
+            "max_length does not cut off"
+        )
     _warn_of_length(args, config, plan.lengths[plan.lengths > 0])
     if is_master() and (warning := long_sequence_warning(plan.packs.num_tokens_per_pack, config)):
         logger.warning(f"packing: {warning}")

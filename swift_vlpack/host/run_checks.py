@@ -206,6 +206,7 @@ def _refuse_other_objectives(options: Mapping[str, Any], config: PackingConfig) 
     for is_so, what in (
         (get("average_tokens_across_devices") is False, "--average_tokens_across_devices false weighs samples by rank"),
         (get("label_smoothing_factor"), "--label_smoothing_factor weighs samples by their batch"),
+        (get("neftune_noise_alpha"), "--neftune_noise_alpha sizes its noise by the longest row of a batch"),
         (config.packing_overflow in ("split", "truncate"), f"packing_overflow={config.packing_overflow} cuts rows"),
     ):
         if is_so:

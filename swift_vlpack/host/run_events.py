@@ -21,6 +21,8 @@ from swift_vlpack.feed.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.files import write_json
 from swift_vlpack.host.ranks import gathered
+from swift_vlpack.plan.same_steps import steps_are_other
+from swift_vlpack.reasons import is_failure
 from swift_vlpack.rows.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.rows.samples import LeftOut, PackRecord
 from swift_vlpack.runlog import left_out
@@ -95,6 +97,8 @@ class RunEvents:
             record.count_in(counts)
             self._failed_share.count(len(record.sample_ids))
             self.leave_out(record.epoch, record.left_out)
+            if self.feed.is_decoded_ahead:
+                counts.num_failed_late += sum(is_failure(sample.reason) for sample in record.left_out)
         # Un-packed, the samples of the step would be padded in this order, in batches of the size that was given.
         lengths = [length for record in records for length in record.lengths]
         counts.num_tokens_unpacked = padded(lengths, self.feed.unpacked_batch_size)
@@ -119,6 +123,8 @@ class RunEvents:
         total.num_tokens_slowest = sum(map(max, zip(*(tokens for _, tokens in ranks), strict=True)))
         total.milliseconds = round(1000 * (self._now() - self._since))
         self._note(STEPS, step, epoch=self.feed.epoch, **total.as_event())
+        if total.num_failed_late and not self.of_run.num_failed_late and is_master():
+            logger.warning(f"packing: {steps_are_other(total.num_failed_late)}")
         self.of_run.merge(total)
         self._since_event, self._tokens_of_steps, self._since = self._no_counts(), [], self._now()
         return total

@@ -27,7 +27,7 @@ from swift_vlpack.lengths.length_file import DIFFERS, KEY, KEYED_SIZE, NO_KEY, K
 from swift_vlpack.plan.parts import Part
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.media import RealFile, names_of_files, real_file
-from swift_vlpack.rows.source import row_bytes
+from swift_vlpack.rows.source import COLUMN_OF_ORIGIN, row_bytes
 
 PREFIXES = ".prefixes"
 """Suffix of the file of the lengths of prefixes (`prefixes.py`)."""
@@ -174,9 +174,9 @@ def _remove(path: Path) -> None:
 
 
 def fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a digest of the content of rows. File states are left out: files may be copies on another machine."""
+    """Return a digest of the content of rows, not of where it lies: files may be copies on another machine."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         with suppress(TypeError, ValueError):
-            digest.update(row_bytes(row, as_encoded=True))
+            digest.update(row_bytes({**row, COLUMN_OF_ORIGIN: None}, as_encoded=True))
     return digest.hexdigest()

@@ -46,13 +46,14 @@ from swift_vlpack.lengths import forked
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.length_file import BY_HEADER, Sizes, has_media
 from swift_vlpack.lengths.measured_sizes import Findings, MeasuredSizes, joined
-from swift_vlpack.lengths.rank_rows import Positions, RankRows
+from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import SEEN_IN_HEADERS, Encoders, RowsWork, Task, TaskKind, are_equal, in_words
 from swift_vlpack.lengths.trust import Checks, extremes, num_to_draw, without_headers
 from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.watch import restore_limit
 
 logger = logging.getLogger(__name__)
 
@@ -232,10 +233,20 @@ class _RankPass:
         self._work.distrust_headers()
 
     def _results(self, tasks: deque[Task], num_processes: int | None = None) -> Iterator[Any]:
+        """Yield the results of tasks. Rows that could not be read in time are read once more at the end."""
         most = self._encoders.num_processes
-        return forked.results(
-            self._work, tasks, min(most if num_processes is None else num_processes, most, len(tasks))
-        )
+        most = most if num_processes is None else min(num_processes, most)
+        for is_first in (True, False):
+            late: deque[Task] = deque()
+            for chunk in forked.results(self._work, tasks, min(most, len(tasks))):
+                found = _not_in_time(chunk) if isinstance(chunk, Chunk) else None
+                if found and is_first:
+                    late += found
+                elif not (found or is_first):
+                    restore_limit()
+                yield chunk
+            tasks += late
+            self._work.read_again()
 
     def _comparing(self, positions: list[int]) -> deque[Task]:
         """Make tasks that compare rows: one task per row if several processes can share them, otherwise one task."""
@@ -256,6 +267,12 @@ class _RankPass:
 
 def _tasks(kind: TaskKind, positions: Positions, size: int) -> deque[Task]:
     return deque(Task(kind, positions[start : start + size]) for start in range(0, len(positions), size))
+
+
+def _not_in_time(chunk: Chunk) -> deque[Task]:
+    """Return the tasks to do once more, a row each."""
+    kind = TaskKind.COMPARE if chunk.kinds is None else TaskKind.MEASURE
+    return _tasks(kind, chunk.positions[chunk.sizes["reason"] == REASONS.index(Reason.FILE_TIMEOUT)], 1)
 
 
 def _worth(amount: int, of_a_process: int) -> int:

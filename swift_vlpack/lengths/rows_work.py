@@ -95,6 +95,10 @@ class RowsWork:
             except ReadStuck as error:  # noqa: PERF203 - once in a while
                 self._abandoned[error.where] = str(error)
 
+    def read_again(self) -> None:
+        """Read rows again whose reads were abandoned."""
+        self._abandoned.clear()
+
     def distrust_headers(self) -> None:
         """Encode every row in full from now on."""
         self.encoders = replace(self.encoders, by_header=None)

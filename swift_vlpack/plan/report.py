@@ -22,6 +22,9 @@ from swift_vlpack.words import counted
 
 LEAST_SUGGESTED = 1024
 """Fewest tokens to suggest: with shorter packs, more calls cost more than less padding saves."""
+_PIXELS_UNSEEN = (
+    "pixels are not looked at; un-packed training decodes all images first, so one that is broken makes its steps other"
+)
 MEAN_SAMPLES = 8
 """Number of mean samples that a pack should hold: with fewer, the packer has little to choose from."""
 
@@ -190,7 +193,8 @@ def step_size(*, num_packs: int, num_samples: int, num_supervised: int, accumula
 def about_step(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Say in labelled lines what an optimizer step holds, from the facts of a plan (`feed/epoch_report.py`)."""
     if facts.get("kept_steps"):
-        return [("one step", str(KeptSteps(**facts["kept_steps"])))]
+        ahead = [("", _PIXELS_UNSEEN)] if facts.get("is_decoded_ahead") else []
+        return [("one step", str(KeptSteps(**facts["kept_steps"]))), *ahead]
     step = StepSize(**facts["step"])
     return [("one step", str(step)), ("", step.remedy)]
 
@@ -232,6 +236,15 @@ packing_length, or the caps'
         f"NO SAMPLE FITS a pack of {report['packing_length']} tokens: each is alone in a sequence of its own, and "
         "nothing is packed; raise packing_length, or the caps"
     )
+
+
+def without_target(num_rows: int) -> str:
+    """Say that rows train nothing.
+
+    >>> without_target(1)
+    '1 row has no token to train'
+    """
+    return f"{counted(num_rows, 'row has', 'rows have')} no token to train"
 
 
 def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConfig) -> str | None:

@@ -34,6 +34,7 @@ from swift_vlpack.plan.registry import strategy_named
 from swift_vlpack.plan.steps import CostModel
 from swift_vlpack.plan.strategies import Caps, Groups
 from swift_vlpack.reasons import Reason
+from swift_vlpack.words import counted
 
 IN_NO_STEP = -1
 """The un-packed batch of a sample that un-packed training leaves out of an epoch."""
@@ -75,6 +76,17 @@ class UnpackedRows:
     lengths_of_cache: NDArray[np.int64]
     """The lengths of rows of a cached data set, by which un-packed training groups them; 0 for other rows."""
     batches: UnpackedBatches
+
+
+def steps_are_other(num_failed: int) -> str:
+    """Say that steps no longer keep the samples of un-packed training.
+
+    >>> steps_are_other(1)
+    'the steps are no longer those of un-packed training, which decodes all images before it draws: 1 row failed only \
+when it was loaded'
+    """
+    rows = f"{counted(num_failed, 'row')} failed only when {'it was' if num_failed == 1 else 'they were'} loaded"
+    return f"the steps are no longer those of un-packed training, which decodes all images before it draws: {rows}"
 
 
 def in_order(num_samples: int, size: UnpackedStep) -> NDArray[np.int32]:

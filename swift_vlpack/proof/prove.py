@@ -90,6 +90,11 @@ def proof_of(
     )
     if not samples:
         readable = short_samples(packs)  # raises if no row can be read
+        if packs.epoch_plan is None and not any(map(num_supervised, readable)):  # a plan has some, or is refused
+            raise DataError(
+                "there is nothing to train: none of the first rows has a label, all are -100, such as those of "
+                f"{readable[0].get('sample_id')}. Give rows with answers"
+            )
         raise DataError(
             f"the isolation proof found no row that it can use, one with a label and two different tokens of text; "
             f"one that it cannot is {readable[0].get('sample_id')}. Set packing_verify=false to train without a proof"

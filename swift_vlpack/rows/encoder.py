@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_l
 from swift_vlpack.rows.media import media, with_plain_paths
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.source import Row, RowSource
-from swift_vlpack.rows.watch import ReadStuck, watched
+from swift_vlpack.rows.watch import ReadStuck, restore_limit, watched
 
 
 class Template(Protocol):
@@ -202,10 +203,15 @@ class RowEncoder:
         # Rows without media are many and read no file, so they need no thread.
         if next(media(row), None) is None:
             return self._encoded(row)
-        try:
+        with suppress(ReadStuck):
             return watched(lambda: self._encoded(row))
+        # Once more, because a mount that is gone for a minute is no reason to lose a row.
+        try:
+            made = watched(lambda: self._encoded(row))
         except ReadStuck as error:
             raise ReadTimeout(str(error)) from None
+        restore_limit()
+        return made
 
 
 def sample_or_error(encode: Callable[..., Encoded], *args: Any) -> Encoded | SampleError:

@@ -43,7 +43,8 @@ Row = dict[str, Any]
 
 _NUM_ROWS_OF_READ = 128
 _NUM_FILES_REMEMBERED = 64  # files whose line numbers are kept in memory
-_COLUMN_OF_ORIGIN = "dataset"  # the column in which ms-swift writes the file of a row
+COLUMN_OF_ORIGIN = "dataset"
+"""The column in which ms-swift writes the path of a row's file."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +172,7 @@ def row_bytes(row: Mapping[str, Any], *, as_encoded: bool = False) -> bytes:
     if as_encoded:
         given = {name: row[name] for name in sorted(row) if row[name] is not None}
         return json.dumps(given, default=_digest_of_bytes).encode()
-    content = {name: value for name, value in row.items() if name != _COLUMN_OF_ORIGIN}
+    content = {name: value for name, value in row.items() if name != COLUMN_OF_ORIGIN}
     return json.dumps(content, sort_keys=True, default=_digest_or_class).encode()
 
 

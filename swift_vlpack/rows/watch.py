@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 READ_SECONDS = 60.0
@@ -38,11 +40,19 @@ def seconds_to_wait() -> float:
     return max(min(LEAST_SECONDS, READ_SECONDS), READ_SECONDS / 2**_num_abandoned)
 
 
+def restore_limit() -> None:
+    """Give later reads the whole limit again: a read that was abandoned has succeeded when it was done once more."""
+    # A read of another row is no reason: it may be on another disk than the mount that is gone.
+    global _num_abandoned
+    _num_abandoned = 0
+
+
 def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
     """Do `work` in a thread and return its result.
 
     `where` returns the row that the work is at, or None between rows. Raises `ReadStuck` if the work stays at one row
-    for `seconds_to_wait` and computes next to nothing in that time.
+    for `seconds_to_wait` and computes next to nothing in that time. Only time in which the work could run counts: none
+    in which this process was stopped, or the work waited for a processor.
     """
     outcome: list[tuple[bool, Any]] = []
 
@@ -58,17 +68,27 @@ def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
     # A daemon thread, because a thread that waits for a dead mount never ends, and the process must be able to exit.
     thread = threading.Thread(target=run, daemon=True, name="vlpack-read")
     thread.start()
-    place, since, worked = where(), time.monotonic(), time.process_time()
+    place, worked, queued, waited = where(), time.process_time(), 0.0, 0.0
     while not outcome:
+        began = time.monotonic()
         thread.join(seconds / _LOOKS)
-        now = where(), time.monotonic(), time.process_time()
+        # A wait that came back late says that this process could not run.
+        waited += min(seconds / _LOOKS, time.monotonic() - began)
+        now = where(), time.process_time(), _seconds_in_queue(thread)
         # The work has gone on to another row, or it computes: decoding a large image is slow, but not stuck.
-        if now[0] != place or now[2] - worked > _SHARE_OF_WORK * seconds:
-            place, since, worked = now
-        elif not outcome and place is not None and now[1] - since >= seconds:
+        if now[0] != place or now[1] - worked > _SHARE_OF_WORK * seconds:
+            (place, worked, queued), waited = now, 0.0
+        elif not outcome and place is not None and waited - (now[2] - queued) >= seconds:
             _num_abandoned += 1
             raise ReadStuck(place, seconds)
     is_good, value = outcome[0]
     if not is_good:
         raise value
     return value
+
+
+def _seconds_in_queue(thread: threading.Thread) -> float:
+    """Return for how long a thread has waited for a processor; 0 if the system does not say."""
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0

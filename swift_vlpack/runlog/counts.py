@@ -43,6 +43,8 @@ STATE = {
 """Shape of a saved state: the counts that the account of an epoch needs. All others are in the run log."""
 _STATE_OF_UNITS = dict.fromkeys(("num_units", "num_in_units", "num_apart", "num_shared_tokens"), Whole())
 """Further fields of a saved state, if samples shared prefixes."""
+_MAY_BE_LEFT_OUT = {*_STATE_OF_UNITS, "num_failed_late"}
+"""Numbers that a `steps` event has only if they are not 0."""
 _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
 """Further fields of a saved state, if rows were cut."""
 
@@ -111,6 +113,8 @@ class Counts:
     """Tokens that were not computed again: those of prefixes, for each of their samples but the first."""
     num_tokens_unpacked: int = 0
     """Tokens of the same samples in padded batches, padding included."""
+    num_failed_late: int = 0
+    """Rows that failed when they were loaded, and that un-packed training deletes before it draws its steps."""
     num_steps: int = 0
     """Optimizer steps. Ranks take a step together, so this field and the next two are set after ranks are merged."""
     num_tokens_slowest: int = 0
@@ -324,14 +328,14 @@ class Counts:
             if counts.num_packed
         }
         numbers = {name: getattr(self, name) for name in NUMBERS}
-        numbers = {name: number for name, number in numbers.items() if number or name not in _STATE_OF_UNITS}
+        numbers = {name: number for name, number in numbers.items() if number or name not in _MAY_BE_LEFT_OUT}
         # The two sums are for people who read the file: `from_event` computes them from the sources.
         return {**numbers, "num_samples": self.num_packed, "num_tokens": self.num_tokens, "sources": sources}
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any], packing_length: int) -> Counts:
         """Return the counts of a `steps` event. Packed samples count as read; fill percentiles are not known."""
-        event = {**dict.fromkeys(_STATE_OF_UNITS, 0), **event}
+        event = {**dict.fromkeys(_MAY_BE_LEFT_OUT, 0), **event}
         counts = cls(packing_length, **{name: event[name] for name in NUMBERS})
         for name, source in event["sources"].items():
             num_samples = source["num_samples"]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from swift_vlpack.plan.same_steps import steps_are_other
 from swift_vlpack.runlog.account import shared_json
 from swift_vlpack.runlog.counts import Counts, SourceCounts, share
 from swift_vlpack.runlog.events import FOLDER, RESUME
@@ -54,7 +55,7 @@ def run_report(run: RunFolder) -> Report:
         "epochs": _epochs(reports, segments, of_epochs),
         "series": _series(segments, losses),
         "steps_without_loss": without_number,
-        "notes": [*_notes(run, segments), *_note_of_losses(without_number)],
+        "notes": [*_notes(run, segments), *_note_of_losses(without_number), *_note_of_steps(counts)],
     }
 
 
@@ -211,3 +212,7 @@ def _note_of_losses(steps: Sequence[int]) -> list[str]:
         f"the logged loss is infinite or no number at {counted(len(steps), 'step')}: {shown}{others} "
         f"(`vlpack inspect --run ... --step {steps[0]}` shows its rows)"
     ]
+
+
+def _note_of_steps(counts: Counts) -> list[str]:
+    return [steps_are_other(counts.num_failed_late)] if counts.num_failed_late else []

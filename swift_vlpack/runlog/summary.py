@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from swift_vlpack.plan.report import about_step, nothing_packed, share_lines
+from swift_vlpack.plan.report import about_step, nothing_packed, share_lines, without_target
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.runlog.account import shared_in_words
 from swift_vlpack.runlog.counts import Counts
@@ -116,6 +116,8 @@ def _left_out(data: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     said = [f"{counted(sum(data['unreadable'].values()), 'row')} unreadable ({by_reason(data['unreadable'])})"]
     if plan["num_dropped"]:
         said.append(f"{plan['num_dropped']} left out ({by_reason(plan['dropped'])}{kept_by(plan['dropped'])})")
+    if num_rows := data["rows_without_target"]:
+        said.append(without_target(num_rows))
     return ", ".join(said)
 
 

@@ -13,11 +13,12 @@ import requests
 
 from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
-from swift_vlpack.errors import ConfigError
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
 from swift_vlpack.host.messages import is_of_network as said_to_be
 from swift_vlpack.host.ranks import counted_as
+from swift_vlpack.runlog.summary import start_text
 from tests.cli.in_process import run_here
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
@@ -25,6 +26,10 @@ from tests.images import BROKEN, REASON_OF, make, photo
 from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
+FACTS_AT_START = {
+    "checkpoint": None, "num_steps": 1, "num_ranks": 1, "epoch": 0, "gradient_accumulation_steps": 1,
+    "attention": "", "proof": None, "output_dir": "out",
+}  # fmt: skip
 
 
 pytestmark = pytest.mark.usefixtures("options")
@@ -173,6 +178,36 @@ def test_rows_with_more_tags_than_images_are_counted(bare_folder, tmp_path, opti
     assert report["rows_with_surplus_tags"] == 1
     assert report["unreadable"] == {}
     assert "1 row has more tags than media" in plan_text(report)
+
+
+def untrained(row):
+    """The same row without an answer, of which ms-swift masks every token."""
+    return {**row, "messages": row["messages"][:1]}
+
+
+def test_rows_without_a_target_are_counted(bare_folder, tmp_path, options):
+    """LOSS-10"""
+    options(packing_drop_last="false")
+    rows = [untrained(text_row()), text_row(), untrained(image_row([photo(tmp_path, "a", 140, 70)]))]
+    report = planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert report["rows_without_target"] == 2
+    assert "2 rows have no token to train: all labels are -100" in plan_text(report)
+    data = {**report, "num_remembered": 0}
+    assert "2 rows have no token to train" in start_text({**FACTS_AT_START, "plan": report, "data": data})
+
+
+@pytest.mark.parametrize("mode", ["plan", "buffer"])
+def test_data_without_any_target_is_refused(mode, folders, tmp_path, options):
+    """LOSS-10: with its loss of 0 the run would go on to its end."""
+    options(packing_drop_last="false", packing_mode=mode)
+    data = write_jsonl(tmp_path / "rows.jsonl", [untrained(text_row(f"question {n}")) for n in range(4)])
+    flags = {"dataset": data, "split_dataset_ratio": 0, "max_steps": 2}
+    with pytest.raises(DataError, match=r"^there is nothing to train: [^\n]* all are -100") as error:
+        train(packed_argv(folders["whole"], FAMILY, tmp_path / "out", **flags))
+    assert "packing_verify" not in str(error.value)
+    if mode == "plan":
+        with pytest.raises(DataError, match="there is nothing to train"):
+            planned(folders["bare"], tmp_path, **flags)
 
 
 def test_rows_that_cannot_be_encoded_are_written_with_reasons(bare_folder, tmp_path, options):

@@ -138,6 +138,8 @@ def test_every_mode_and_task_equals_that_of_ms_swift(mode, small_folder, tmp_pat
     capfd.readouterr()
     assert_equal(ours(given, tmp_path / "again", "--check_pixels", "--json") / "train", right)
     assert json.loads(capfd.readouterr().out)["train"]["num_images_not_decoded"] == 0
+    ours(given, tmp_path / "in words")
+    assert ("--loss_type apo_zero_unpaired" in capfd.readouterr().out) is (mode == "kto")
 
     cached = [*given, "--packing_cache_dir", tmp_path / "lengths"]
     for attempt in ("from headers", "remembered"):
@@ -248,14 +250,16 @@ def plainly_trained(command, flags, folder):
 
 @pytest.mark.slow
 @pytest.mark.telling
-@pytest.mark.parametrize("command", ["sft", "rlhf"])
-def test_plain_ms_swift_trains_from_it_without_this_package(command, flags, small_folder, tmp_path):
-    """EXPORT-4: in processes that never import it; the same losses as from ms-swift's own export."""
+@pytest.mark.parametrize("mode", ["train", "rlhf", "kto"])
+def test_plain_ms_swift_trains_from_it_without_this_package(mode, flags, small_folder, tmp_path):
+    """EXPORT-4 EXPORT-8: in processes that never import it; the same losses as from ms-swift's own export."""
+    command = "sft" if mode == "train" else "rlhf"
     if command == "rlhf":
+        make_row, _ = MODES[mode]
         image = make(tmp_path / "images", {"photo.jpg": GOOD["photo.jpg"]})["photo.jpg"]
-        rows = write_jsonl(tmp_path / "pairs.jsonl", [pair(n, [image] if n % 2 else []) for n in range(1, 17)])
-        given = flags_of(small_folder(FAMILY), rows, split_dataset_ratio=0.2, template_mode="rlhf")
-        more = {"rlhf_type": "dpo"}
+        rows = write_jsonl(tmp_path / "pairs.jsonl", [make_row(n, [image] if n % 3 else []) for n in range(1, 17)])
+        given = flags_of(small_folder(FAMILY), rows, split_dataset_ratio=0.2, template_mode=mode)
+        more = {"rlhf": {"rlhf_type": "dpo"}, "kto": {"rlhf_type": "kto", "loss_type": "apo_zero_unpaired"}}[mode]
     else:
         given, more = flags(["mixed"], split_dataset_ratio=0.2), {}
     folders = theirs(given, tmp_path / "theirs"), ours(given, tmp_path / "ours", "--check_pixels")
@@ -265,7 +269,8 @@ def test_plain_ms_swift_trains_from_it_without_this_package(command, flags, smal
         def of_run(out, plugin, folder=folder):
             return argv(
                 small_folder(FAMILY), FAMILY, out, cached_dataset=folder / "train", cached_val_dataset=folder / "val",
-                packing="true", num_train_epochs=1, eval_strategy="epoch", external_plugins=[plugin, SMALL_VOCABULARY],
+                packing="false" if mode == "kto" else "true", num_train_epochs=1, eval_strategy="epoch",
+                external_plugins=[plugin, SMALL_VOCABULARY],
                 **more,
             )  # fmt: skip
 

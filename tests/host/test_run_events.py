@@ -8,7 +8,9 @@ from swift_vlpack.host.run_events import RunEvents
 from swift_vlpack.rows.samples import PackRecord, SampleId
 from swift_vlpack.runlog.events import read_events
 
-FEED = SimpleNamespace(unpacked_batch_size=1, epoch=0, sources=(), config=PackingConfig(packing_length=10))
+FEED = SimpleNamespace(
+    unpacked_batch_size=1, epoch=0, sources=(), config=PackingConfig(packing_length=10), is_decoded_ahead=False
+)
 PACK = PackRecord(epoch=0, number=0, sample_ids=(SampleId("a", 0),), lengths=(5,), num_images=0)
 
 

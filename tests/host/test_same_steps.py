@@ -16,7 +16,10 @@ from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.errors import ConfigError, StateMismatch
-from tests.data_rows import text_row
+from swift_vlpack.host import run_events
+from swift_vlpack.runlog.folder import RunFolder
+from swift_vlpack.runlog.report import run_report
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.family_models import FAMILIES
 from tests.host.runs import argv, epoch_report, packed_argv, train
 from tests.host.same_steps import (
@@ -33,6 +36,7 @@ from tests.host.same_steps import (
     weights,
 )
 from tests.host.test_export import flags_of, ours
+from tests.images import BROKEN, make
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 23
@@ -186,6 +190,7 @@ def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, o
     [
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor weighs samples by their batch"),
         ({"average_tokens_across_devices": "false"}, {}, "average_tokens_across_devices false weighs samples by rank"),
+        ({"neftune_noise_alpha": 5}, {}, "neftune_noise_alpha sizes its noise by the longest row of a batch"),
         ({}, {"packing_overflow": "split"}, "packing_overflow=split cuts rows"),
         ({}, {"packing_overflow": "truncate"}, "packing_overflow=truncate cuts rows"),
         ({"truncation_strategy": "split"}, {}, "packing_overflow=split cuts rows"),
@@ -201,6 +206,31 @@ def test_other_objectives_are_refused_by_name(  # noqa: PLR0913 - a case, and fi
     options(**{**OPTIONS, **variables})
     with pytest.raises(ConfigError, match=said):
         train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **recipe(2, 1, dataset=dataset, **flags)))
+
+
+@pytest.mark.parametrize("is_decoded_ahead", [True, False])
+def test_broken_image_makes_the_steps_others_and_that_is_said(
+    is_decoded_ahead, dataset, small_folder, tmp_path, options, monkeypatch
+):
+    """SAME-1: in the plan before, in log and report after; not where plain training meets the row in its step, too."""
+    options(**OPTIONS, packing_verify="false")
+    said = []
+    monkeypatch.setattr(run_events.logger, "warning", said.append)
+    broken = make(tmp_path / "broken", {"truncated.jpg": BROKEN["truncated.jpg"]})["truncated.jpg"]
+    rows = [
+        *map(json.loads, Path(dataset).read_text().splitlines()),
+        *[image_row([broken], f"row {n}") for n in (90, 91)],
+    ]
+    more = {"dataset": write_jsonl(tmp_path / "rows.jsonl", rows)}
+    more |= {"lazy_tokenize": "false"} if is_decoded_ahead else {}
+    flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **{**recipe(2, 3), **more})
+    report = training_report(flags, num_ranks=1, failures_file=tmp_path / "f.jsonl")
+    assert ("pixels are not looked at" in plan_text(report)) is is_decoded_ahead
+    train(flags)
+    others = [one for one in said if "the steps are no longer those of un-packed training" in one]
+    notes = [one for one in run_report(RunFolder(tmp_path / "out"))["notes"] if "no longer those of un-packed" in one]
+    assert len(others) == len(notes) == is_decoded_ahead
+    assert not notes or "4 rows failed only when they were loaded" in notes[0], "two rows, two epochs"
 
 
 def test_a_loss_that_is_a_mean_over_a_batch_is_refused(dataset, small_folder, tmp_path, options, monkeypatch):

@@ -126,18 +126,19 @@ def test_pack_is_loaded_without_it(num_threads, template, tmp_path, stuck, short
 
 
 class Clock:
-    """Time in which every look of the watch is 0.01 seconds after the one before; counts the looks."""
+    """Time in which every wait of the watch lasts as long as it asked for, with one pause in the second."""
 
-    def __init__(self, share_of_work):
+    def __init__(self, share_of_work, pause=0.0):
         self.share_of_work = share_of_work
+        self.pause = pause
         self.num_looks = 0
 
     def monotonic(self):
         self.num_looks += 1
-        return 0.01 * self.num_looks
+        return 0.01 * self.num_looks + self.pause * (self.num_looks > 3)
 
     def process_time(self):
-        return 0.01 * self.share_of_work * self.num_looks
+        return 0.005 * self.share_of_work * self.num_looks
 
 
 def ends_after(clock, num_looks):
@@ -152,23 +153,78 @@ def ends_after(clock, num_looks):
 
 
 @pytest.mark.parametrize(
-    ("share_of_work", "num_places", "is_given_up"),
-    [(0.5, 1, False), (0.0, 40, False), (0.0, 1, True), (0.05, 1, True)],
-    ids=["computes", "comes along", "waits", "hardly computes"],
+    ("share_of_work", "num_places", "pause", "num_looks", "is_given_up"),
+    [
+        (0.5, 1, 0, 60, False),
+        (0.0, 40, 0, 60, False),
+        (0.0, 1, 0, 60, True),
+        (0.05, 1, 0, 60, True),
+        (0.0, 1, 62, 12, False),
+    ],
+    ids=["computes", "comes along", "waits", "hardly computes", "was stopped"],
 )
-def test_work_that_computes_or_comes_along_is_not_given_up(share_of_work, num_places, is_given_up, monkeypatch):
-    """LEN-19: 30 looks, of which 10 are within the limit."""
-    clock = Clock(share_of_work)
+def test_only_work_that_waits_is_given_up(share_of_work, num_places, pause, num_looks, is_given_up, monkeypatch):
+    """LEN-19: two looks are a tenth of the limit."""
+    clock = Clock(share_of_work, pause)
     monkeypatch.setattr(watch, "READ_SECONDS", 0.1)
     monkeypatch.setattr(watch, "_num_abandoned", 0)
     monkeypatch.setattr(watch, "time", clock)
-    work, where = ends_after(clock, 30), lambda: clock.num_looks * num_places // 40
+    work, where = ends_after(clock, num_looks), lambda: clock.num_looks * num_places // 40
     if is_given_up:
         with pytest.raises(ReadStuck, match=r"nothing was read for 0\.1 seconds"):
             watched(work, where)
-        clock.num_looks = 30  # lets the abandoned thread end
+        clock.num_looks = num_looks  # lets the abandoned thread end
     else:
         assert watched(work, where) == "done"
+
+
+def test_row_is_read_although_the_process_is_stopped_for_longer_than_the_limit(short_limit):
+    """LEN-19: the row waits 0.5 s of its second, and the process is stopped for two."""
+    if (pid := os.fork()) == 0:
+        try:
+            watched(lambda: [time.sleep(0.05) for _ in range(10)])
+            os._exit(0)
+        finally:
+            os._exit(1)
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * SECONDS)
+    os.kill(pid, signal.SIGCONT)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_row_is_read_although_it_hardly_gets_to_run(short_limit):
+    """LEN-19: a process of lowest priority beside a busy one gets a hundredth of a processor."""
+
+    def child(work):
+        if (pid := os.fork()) == 0:
+            try:
+                os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+                work()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return pid
+
+    def reads():
+        os.nice(19)
+        begin = time.monotonic()
+        watched(lambda: computes(0.02))
+        assert time.monotonic() - begin > SECONDS  # otherwise nothing was tested
+
+    busy = child(lambda: computes(600))
+    reader = child(reads)
+    state = os.waitpid(reader, 0)[1]
+    os.kill(busy, signal.SIGKILL)
+    os.waitpid(busy, 0)
+    assert state == 0
+
+
+def computes(seconds):
+    """Compute for this time of a processor."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
 
 
 def test_error_of_the_work_is_raised():
@@ -184,3 +240,35 @@ def test_each_read_given_up_shortens_the_next(monkeypatch):
         monkeypatch.setattr(watch, "_num_abandoned", number)
         seconds.append(watch.seconds_to_wait())
     assert seconds == [60, 30, 15, 7.5, 3.75, 2, 2, 2]
+
+
+def answers_the_second_time(monkeypatch, method):
+    """Let the first read of the third row wait for ever, as on a mount that is gone for a minute."""
+    whole, seen = getattr(RowEncoder, method), []
+
+    def encode(self, row, *args, **kwargs):
+        if "2.jpg" in str(row.get("images")) and not seen:
+            seen.append(row)
+            time.sleep(3600)
+        return whole(self, row, *args, **kwargs)
+
+    monkeypatch.setattr(RowEncoder, method, encode)
+
+
+def test_pass_reads_it_once_more_at_its_end(template, tmp_path, short_limit, monkeypatch):
+    """LEN-19: the row is good after all, and later reads have the whole limit again."""
+    rows = some_rows(tmp_path)
+    right = measured(rows, template, tmp_path / "right")
+    answers_the_second_time(monkeypatch, "sample")
+    sizes = measured(rows, template, tmp_path / "lengths")
+    assert sizes.failures == {}
+    assert sizes.lengths.tolist() == right.lengths.tolist()
+    assert watch._num_abandoned == 0
+
+
+def test_pack_reads_it_once_more(template, tmp_path, short_limit, monkeypatch):
+    """LEN-19"""
+    row = some_rows(tmp_path)[2]
+    answers_the_second_time(monkeypatch, "_encoded")
+    assert RowEncoder(template).sample(row, SampleId("data", 2))["length"] > 0
+    assert watch._num_abandoned == 0

@@ -40,6 +40,7 @@ def facts(num_sources=2, name="captions", **others):
         "rows": 24200,
         "sources": {f"{name}{n}": source(1 / num_sources) for n in range(num_sources)},
         "unreadable": {"file_empty": 1, "file_missing": 2},
+        "rows_without_target": 0,
         "lengths": LENGTHS,
         "share_of_rows_with_image": 0.299,
         "share_of_vision_tokens": 0.559,

@@ -1,5 +1,6 @@
 """Several ranks of torch.distributed measure one source."""
 
+import json
 import os
 import time
 import uuid
@@ -8,10 +9,12 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from swift.dataset import load_dataset
 from swift.template import Template
 
 from swift_vlpack.errors import DataError
-from swift_vlpack.host.ranks import RankFailed
+from swift_vlpack.feed.saved_rows import Changes, RunRows, from_bytes
+from swift_vlpack.host.ranks import RankFailed, RanksOfRun
 from swift_vlpack.host.same_on_ranks import RanksDiffer
 from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, dataset, source, texts, unchecked, with_lengths
@@ -104,6 +107,28 @@ def test_ranks_with_copies_of_the_files_agree(template, tmp_path, monkeypatch):
     first, second = on_two_ranks(case, template, tmp_path)
     assert first == second
     assert all(length > 0 for length in first)
+
+
+def test_ranks_with_the_same_file_below_other_folders_agree(template, tmp_path):
+    """LEN-12 RESUME-10: ms-swift writes the path of its file into every row; a resume may read it elsewhere, too."""
+    photo(tmp_path, "photo")
+    rows = [image_row([str(tmp_path / "photo.jpg")]), *texts(5)]
+
+    def case(rank, template):
+        path = tmp_path / f"machine {rank}" / "rows.jsonl"
+        path.parent.mkdir()
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        loaded, _ = load_dataset([str(path)], num_proc=1, shuffle=False)
+        assert loaded["dataset"][0] == str(path)
+        measured = with_lengths(source(loaded), template, ARGS, str(tmp_path / "cache"))
+        of_run = RunRows([measured])
+        saved = RanksOfRun().results_of_all(of_run.as_file)
+        changes = [of_run.compared(from_bytes(content)) for content in saved]
+        return measured.sizes.lengths.tolist(), [digests.tolist() for digests in of_run.contents], changes
+
+    first, second = on_two_ranks(case, template, tmp_path)
+    assert first == second
+    assert first[2:] == ([Changes(), Changes()],), first
 
 
 def test_ranks_with_other_settings_are_told_which(template, tmp_path, monkeypatch):
