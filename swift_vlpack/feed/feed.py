@@ -71,6 +71,8 @@ class Feed(ABC):
     """Name of the kind of feed. A saved state has this name, and only the same kind can restore it."""
     state_shape: ClassVar[Mapping[str, Any]]
     """The shape of `state()`, with which a saved state is checked."""
+    is_decoded_ahead = False
+    """True if un-packed training, whose steps are kept, decodes all images before it draws."""
 
     def __init__(self, packs: Packs, *, unpacked_batch_size: int = 1) -> None:
         """Feed from these packs."""
@@ -171,11 +173,6 @@ class Feed(ABC):
     def kept_step(self) -> UnpackedStep | None:
         """Return the optimizer step whose samples are kept; None if the packs decide what a step trains."""
         return None
-
-    @property
-    def is_decoded_ahead(self) -> bool:
-        """Tell whether un-packed training, whose steps are kept, decodes all images before it draws its batches."""
-        return False
 
     def sequences_of_steps(self) -> Iterator[int]:
         """Yield the number of sequences that a rank trains in each step, if steps keep their samples; else nothing."""

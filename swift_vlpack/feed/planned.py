@@ -69,6 +69,10 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         self._unpacked = unpacked
         self._plan_epochs(Extent(num_epochs, num_packs))
         self._plan = self._epochs.plan(0)
+        deletes = unpacked is not None and bool(unpacked.is_deleted_if_failing.any())
+        self.is_decoded_ahead = deletes and bool(self._plan.images.any())
+        """True if un-packed training, whose steps are kept, decodes all images before it draws. The plan knows headers,
+        so a row with broken pixels is in a step here, and was deleted there."""
 
     def _plan_epochs(self, extent: Extent) -> None:
         rows = self.dataset
@@ -103,15 +107,6 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
     def plan(self) -> Plan:
         """Return the packs of the epoch; indices are positions in its schedule."""
         return self.epoch_plan.packs
-
-    @property
-    def is_decoded_ahead(self) -> bool:
-        """Tell whether un-packed training, whose steps are kept, decodes all images before it draws its batches.
-
-        The plan knows only headers, so a row whose pixels are broken is in a step here, and was deleted there.
-        """
-        rows = self._unpacked
-        return rows is not None and bool(rows.is_deleted_if_failing.any() and self.epoch_plan.images.any())
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """Plan any epoch. The epoch that is set does not change."""

@@ -30,6 +30,7 @@ class PlannedFeed(Feed):
 
     def __init__(self, packs: PlannedPackingDataset, **options: Any) -> None:
         super().__init__(packs, **options)
+        self.is_decoded_ahead = packs.is_decoded_ahead
         self._num_trained = 0  # packs that this rank trained since the epoch was begun or resumed
 
     def __len__(self) -> int:
@@ -91,11 +92,6 @@ class PlannedFeed(Feed):
         """Return the number of packs that each rank trains from where the epoch was begun or resumed."""
         plan = self.epoch_plan
         return plan.num_left_per_rank if self.kept_step is None else plan.num_steps_left(1)
-
-    @property
-    def is_decoded_ahead(self) -> bool:
-        """Tell whether un-packed training, whose steps are kept, decodes all images before it draws its batches."""
-        return self.packs.is_decoded_ahead
 
     @property
     def kept_step(self) -> UnpackedStep | None:

@@ -43,6 +43,7 @@ class RunEvents:
         """Counts of this rank in the epoch so far: trained and left out."""
         self.of_run = self._no_counts()
         """Counts of all ranks since the start or resume, up to the last `steps` event."""
+        self._since_line = self._no_counts()  # as `of_run`, but since the last log line
         self._since_event = self._no_counts()
         self._tokens_of_steps: list[int] = []  # tokens of this rank in each step since the last `steps` event
         self._in_step: list[PackRecord] = []  # packs that were trained, but whose optimizer step is not taken yet
@@ -126,8 +127,14 @@ class RunEvents:
         if total.num_failed_late and not self.of_run.num_failed_late and is_master():
             logger.warning(f"packing: {steps_are_other(total.num_failed_late)}")
         self.of_run.merge(total)
+        self._since_line.merge(total)
         self._since_event, self._tokens_of_steps, self._since = self._no_counts(), [], self._now()
         return total
+
+    def since_line(self) -> Counts | None:
+        """Return what all ranks trained since the last call, up to the last `steps` event. None without a step."""
+        counts, self._since_line = self._since_line, self._no_counts()
+        return counts if counts.num_steps else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -81,7 +81,7 @@ class PackingTrainer(EvaluatesRows):
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
         self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
-        self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
+        self._supervised: Any = 0  # tokens of this rank's steps since the last log line, on the device
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self._own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
@@ -130,7 +130,7 @@ class PackingTrainer(EvaluatesRows):
             return batches, num_items
         self._refuse_to_wait(batches, "train")
         # Leave the number on the device: to read it would wait for the device, and only log lines need it.
-        self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
+        self._supervised += torch.stack([num_targets(batch["labels"]) for batch in batches]).sum()
         if not self.is_first_batch_proved:
             self.is_first_batch_proved = True
             said = prove_first_batch(self, batches, num_items)
@@ -245,12 +245,12 @@ class PackingTrainer(EvaluatesRows):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add speed and targets to a log line. In the last line, count samples a second; ms-swift counts packs."""
-        counts = self.events.note_steps(self.state.global_step)
-        if "loss" in logs and counts is not None:
-            supervised = self._over_ranks(torch.stack(self._supervised).sum())
+        self.events.note_steps(self.state.global_step)
+        if "loss" in logs and (counts := self.events.since_line()) is not None:
+            supervised = self._over_ranks(self._supervised)
             logs["pack/tokens_per_second"] = round(counts.num_tokens / max(counts.seconds, 1e-3), 1)
-            logs["pack/supervised_tokens"] = round(float(supervised) / len(self._supervised), 1)
-            self._supervised = []
+            logs["pack/supervised_tokens"] = round(float(supervised) / counts.num_steps, 1)
+            self._supervised = 0
         if "train_samples_per_second" in logs:
             logs["train_samples_per_second"] = round(self.events.of_run.num_packed / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)

@@ -44,6 +44,19 @@ def test_time_of_evaluations_is_no_time_of_steps(tmp_path, monkeypatch):
     assert (run.of_run.num_steps, run.of_run.seconds, run.of_run.num_tokens) == (2, 7.0, 10)
 
 
+def test_line_counts_all_that_was_noted_since_the_line_before(tmp_path):
+    """TRAIN-7: an epoch's end or a checkpoint notes steps, and takes them from no line."""
+    run = RunEvents(FEED, str(tmp_path), rank=0)
+    assert run.since_line() is None
+    for step in (1, 2, 3):
+        run.trained(PACK)
+        run.take_step(step)
+        run.note_steps(step)
+    line = run.since_line()
+    assert (line.num_steps, line.num_tokens) == (3, 15)
+    assert run.since_line() is None
+
+
 def test_ranks_add_up_and_say_how_even_they_were(tmp_path, monkeypatch):
     """REPORT-2: the slowest rank of each step, and not the slowest of all steps."""
     ranks = [RunEvents(FEED, str(tmp_path), rank) for rank in range(2)]

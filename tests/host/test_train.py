@@ -106,6 +106,25 @@ def test_packed_run_logs_reports_and_closes_its_account(small_folder, data, tmp_
     assert {"train/pack/tokens_per_second", "train/pack/supervised_tokens"} <= set(events.Tags()["scalars"])
 
 
+def test_line_of_an_epoch_counts_all_of_its_steps(small_folder, data, tmp_path, options):
+    """TRAIN-7: one line an epoch has speed and targets of the whole epoch, with checkpoints in the middle of it."""
+    options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")
+    flags = {"dataset": data["train"], "num_train_epochs": 2, "split_dataset_ratio": 0, "learning_rate": 0}
+    flags |= {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    by_epoch = {"logging_strategy": "epoch", "logging_first_step": "false"}
+    runs = [
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / of, **flags, **more))
+        for of, more in (("steps", {}), ("epochs", by_epoch))
+    ]
+    each, whole = ([line for line in run["log_history"] if "loss" in line] for run in runs)
+    num_steps = epoch_report(tmp_path / "epochs")["num_packs"]
+    assert (len(each), len(whole)) == (2 * num_steps, 2)
+    for at, line in enumerate(whole):
+        of_epoch = [one["pack/supervised_tokens"] for one in each[at * num_steps : (at + 1) * num_steps]]
+        assert line["pack/supervised_tokens"] == pytest.approx(sum(of_epoch) / num_steps, abs=0.1)
+        assert line["pack/tokens_per_second"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.telling
 def test_losses_fall_over_packed_epochs(small_folder, data, tmp_path, options):
