@@ -29,7 +29,7 @@ _MOST_NAMES = 10_000
 
 def check_model(model: str) -> None:
     """Raise `ConfigError` for a path without a model."""
-    path = _folder(model)
+    path = folder_of(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             is_adapter = (path / "adapter_config.json").is_file()
@@ -43,7 +43,9 @@ def check_model(model: str) -> None:
 
 def check_adapter(adapter: str) -> None:
     """Raise `ConfigError` for the path of an adapter that does not exist."""
-    if _is_path(adapter.partition(":")[0]) and not _folder(adapter).exists():
+    name = adapter.partition(":")[0]
+    # Adapters on a hub have an owner.
+    if (_is_path(name) or "/" not in name) and not folder_of(adapter).exists():
         raise ConfigError(f"--adapters {adapter}: no such folder{_near(adapter)}")
 
 
@@ -64,7 +66,7 @@ def check_exists(what: str, path: str, *, expands_home: bool) -> None:
         raise ConfigError(f"{what} {path}: no such file{_near(path)}")
 
 
-def _folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """Return the folder that ms-swift would open: `~` is the home folder, and `folder:inner` is a folder inside."""
     path = os.path.expanduser(name)
     inner = "/".join(path.split(":", 1))

@@ -11,6 +11,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,49 @@ def tuner_types() -> frozenset[str]:
     keys = [key for part in ast.walk(mapped) if isinstance(part, ast.Dict) for key in part.keys]
     parts = [*ast.walk(function), *keys]
     return frozenset(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+
+
+VALUES = {
+    "report_to": ("transformers.integrations.integration_utils", "INTEGRATION_TO_CALLBACK", ("none", "all")),
+    "lr_scheduler_type": ("transformers.trainer_utils", "SchedulerType", ()),
+    "optim": ("transformers.training_args", "OptimizerNames", ()),
+    "eval_strategy": ("transformers.trainer_utils", "IntervalStrategy", ()),
+    "logging_strategy": ("transformers.trainer_utils", "IntervalStrategy", ()),
+    "save_strategy": ("transformers.trainer_utils", "SaveStrategy", ()),
+    "loss_scale": ("swift.loss_scale.mapping", "loss_scale_map", ("default", "last_round", "all")),
+    "optimizer": ("swift.optimizers.mapping", "optimizers_map", ()),
+    "callbacks": ("swift.callbacks.mapping", "callbacks_map", ()),
+    "eval_metric": ("swift.metrics.mapping", "eval_metrics_map", ()),
+}
+"""Options that take one of a set of values: the module and name of a dict or an enumeration, and further values."""
+
+
+@cache
+def known_values(option: str) -> frozenset[str]:
+    """Read the values of an option of `VALUES` from source, without plugins; empty if the source cannot be read."""
+    module, name, more = VALUES[option]
+    try:
+        lines = _tree(_place(module).path).body
+    except (_Lost, OSError, SyntaxError, ValueError):
+        return frozenset()
+    found: list[ast.expr | None] = []
+    for line in lines:
+        if isinstance(line, ast.ClassDef) and line.name == name:
+            found += [part.value for part in line.body if isinstance(part, ast.Assign)]
+        elif isinstance(line, ast.Assign) and name in map(ast.unparse, line.targets):
+            found += line.value.keys if isinstance(line.value, ast.Dict) else []
+    values = [part.value for part in found if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return frozenset((*values, *more)) if values else frozenset()
+
+
+def imported_values(option: str) -> frozenset[str]:
+    """Return the values of an option of `VALUES` in a process that has loaded its plugins; empty if there are none."""
+    module, name, more = VALUES[option]
+    try:
+        known = getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        return frozenset()
+    return frozenset((*(known if isinstance(known, dict) else (one.value for one in known)), *more))
 
 
 def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
