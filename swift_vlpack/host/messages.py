@@ -24,6 +24,7 @@ _STAGES = (
     ("swift.pipelines.train.sft", "_prepare_model_tokenizer", "cannot load the model"),
     ("swift.pipelines.train.tuner", "prepare_model", "cannot make the tuner"),
     ("swift.trainers", "__init__", "cannot make the trainer"),
+    ("", "create_optimizer", "cannot make the optimizer"),
 )
 """Modules and functions ("" for any) in which ms-swift makes what an input names, before it trains."""
 _LIBRARIES = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"), "<frozen")
