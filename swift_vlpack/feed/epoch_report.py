@@ -17,7 +17,7 @@ from swift_vlpack.plan.same_steps import kept_steps
 from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.left_out import as_json, deleted_by_loader
+from swift_vlpack.rows.left_out import as_json, in_no_epoch
 from swift_vlpack.rows.samples import Address, LeftOut
 from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.runlog.account import account_json
@@ -178,11 +178,8 @@ def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
 def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
     """Yield every row that is in no pack, as lines of `left_out.jsonl`. Rows that no epoch can pack have no epoch."""
     origins = {source.name: source.origin or source.name for source in dataset.sources}
-    for number, source in enumerate(dataset.sources):
-        for left_out in deleted_by_loader(source):
-            yield as_json(left_out, None, origins)
-        for index in sorted(_failures(source)):
-            yield as_json(dataset.failed(Address(number, index)), None, origins)
+    for left_out in in_no_epoch(dataset.sources):
+        yield as_json(left_out, None, origins)
     for left_out in left_out_by(epoch, dataset):
         if left_out.sample_id.part is not None or left_out.reason in epoch.packs.dropped:
             yield as_json(left_out, epoch.epoch, origins)

@@ -23,6 +23,8 @@ from swift_vlpack.host.run_flags import OF_DATA, loose_word
 from swift_vlpack.words import did_you_mean
 
 _HUBS = ("hf::", "ms::")
+_UNREAD = (".gz", ".zip", ".zst", ".xz", ".bz2", ".7z", ".tgz", ".tsv", ".xlsx", ".xls", ".pkl")
+"""Suffixes of files for which ms-swift's loader, which goes by the suffix, has no reader."""
 _MOST_NAMES = 10_000
 """Most names of a folder among which to look for a similar name. A folder of images may have millions."""
 
@@ -101,6 +103,14 @@ def check_data(what: str, datasets: Iterable[str], registered: Collection[str] =
             home = os.path.expanduser(path)
             hint = f"; ms-swift does not expand ~ here, write {home}" if home != path else _near(path)
             raise ConfigError(f"{what} {dataset}: no such file{hint}")
+        _, _, number = dataset.removeprefix(path).rpartition("#")
+        if dataset != path and "#" in dataset and not (number.isdecimal() and int(number)):
+            raise ConfigError(f"{what} {dataset}: after # comes the number of rows to draw, at least 1")
+        if os.path.isfile(path) and path.endswith(_UNREAD):
+            raise ConfigError(
+                f"{what} {dataset}: ms-swift does not read such a file; unpack it, or make it .jsonl, .json, .csv, "
+                ".parquet or .arrow"
+            )
         if os.path.isfile(path) and not _has_content(path):
             raise DataError(f"{what} {dataset}: the file is empty; name a file with rows")
 

@@ -13,6 +13,8 @@ To see it run: `vlpack plan --config train.yaml` makes the feed and stops there,
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.feed.failures import check_measured
+from swift_vlpack.feed.failures import check_measured, listing
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
@@ -54,6 +56,8 @@ from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.rows.urls import Urls
+from swift_vlpack.runlog import left_out
+from swift_vlpack.runlog.events import FOLDER
 from swift_vlpack.words import counted
 
 logger = get_logger()
@@ -71,10 +75,11 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     config = packing_config(args)
     logger.info(f"packing: {config}")
     use_attention(pipeline.model, args.attn_impl)
-    feed, val_rows = build_feed(args, template, config)
-    check_same_validation(val_rows, RanksOfRun())
-    # Check now: the length pass has seen all rows, so if a mount is gone, most of them have failed.
-    check_measured(feed.sources, config.packing_max_failed_share)
+    with listing(Path(args.output_dir) / FOLDER / left_out.FILE) if is_master() else nullcontext():
+        feed, val_rows = build_feed(args, template, config)
+        check_same_validation(val_rows, RanksOfRun())
+        # Check now: the length pass has seen all rows, so if a mount is gone, most of them have failed.
+        check_measured(feed.sources, config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.sources, template.max_length, config)
     val_rows = with_cached_validation(saved_validation_rows(pipeline, val_rows), args, config)
     if is_master():

@@ -40,6 +40,8 @@ def folder(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "few.jsonl", [text_row(n) for n in range(4)])
     (tmp_path / "empty.jsonl").write_text("\n  \n")
     (tmp_path / "file.txt").write_text("no folder")
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"packed")
+    (tmp_path / "rate.yaml").write_text("model: model\ndataset: rows.jsonl\nlearning_rate: fast\n")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
@@ -77,6 +79,10 @@ MISTAKES = {
     "no data": (["--model", "model"], "there is no data to train on: give --dataset or fusion_config"),
     "no file": ([FILE, "--dataset", "rowz.jsonl"], "--dataset rowz.jsonl: no such file; did you mean rows.jsonl?"),
     "no file like it": ([FILE, "--dataset", "data/x.jsonl#5"], "--dataset data/x.jsonl#5: no such file in FOLDER"),
+    "no row of it": ([FILE, "--dataset", "rows.jsonl#0"], "after # comes the number of rows to draw, at least 1"),
+    "rows in words": ([FILE, "--dataset", "rows.jsonl#few"], "rows.jsonl#few: after # comes the number of rows"),
+    "packed file": ([FILE, "--dataset", "rows.jsonl.gz"], "rows.jsonl.gz: ms-swift does not read such a file; unpack"),
+    "rate in words in a file": (["rate.yaml"], "--learning_rate must be a number, got 'fast'"),
     "no validation": ([FILE, "--val_dataset", "/no/x"], "--val_dataset /no/x: no such file"),
     "empty file": ([FILE, "--dataset", "empty.jsonl"], "--dataset empty.jsonl: the file is empty"),
     "home": ([FILE, "--dataset", "~/rows.jsonl"], "ms-swift does not expand ~ here, write /"),
