@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 from swift_vlpack.reasons import Reason, is_failure
-from swift_vlpack.rows.left_out import LeftOutRows, in_no_epoch
 from swift_vlpack.rows.samples import LeftOut, SampleError, TooManyFailures
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import by_reason, counted
@@ -99,20 +96,6 @@ def _refused(said: str, sources: Sequence[RowSource]) -> TooManyFailures:
     error = TooManyFailures(said)
     error.sources = sources
     return error
-
-
-@contextmanager
-def listing(path: Path, *, is_new: bool = False) -> Iterator[None]:
-    """List the rows in a file, new or with further lines, if this block raises `TooManyFailures` before training."""
-    try:
-        yield
-    except TooManyFailures as error:
-        if not error.sources:
-            raise
-        if is_new:
-            path.unlink(missing_ok=True)
-        LeftOutRows(path, error.sources).add(None, in_no_epoch(error.sources))
-        raise TooManyFailures(f"{error}; all of them are listed in {path}") from error.__cause__
 
 
 def check_measured(sources: Sequence[RowSource], most: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,7 @@ def is_installed(module: str) -> bool:
 def _check_port(environ: Mapping[str, str]) -> None:
     """Raise `ConfigError` if another process listens on the port on which this node would be the first of the run."""
     port = environ.get("MASTER_PORT")
-    is_started = "NPROC_PER_NODE" in environ or "NNODES" in environ
-    if not is_started or port is None or int(environ.get("NODE_RANK", "0")) > 0:
+    if port is None or not {"NPROC_PER_NODE", "NNODES"} & set(environ) or int(environ.get("NODE_RANK", "0")):
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,37 +93,27 @@ def _check_port(environ: Mapping[str, str]) -> None:
 
 
 def check_weights(what: str, folder: Path) -> None:
-    """Raise `DataError` for weights that are missing or cut, as an interrupted download leaves them.
-
-    A safetensors file begins with a header, which says how long the file has to be.
-    """
-    for file in _weights(folder):
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
+    """Raise `DataError` for safetensors files that are missing or cut, as an interrupted download leaves them."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files = [file for file in (whole, folder / "adapter_model.safetensors") if file.exists()]
+    if not whole.exists() and index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
+        files += [folder / name for name in sorted(set(names))]
+    for file in files:
+        if not file.is_file():
             raise DataError(f"{what} {folder}: {file.name} is missing; download it again")
-        if (wanted := _whole_size(file)) is None or size < wanted:
+        size = file.stat().st_size
+        if (wanted := _whole_size(file, size)) is None or size < wanted:
             has = f"has {size:,} of {wanted:,} bytes" if wanted else f"has no header in its {size:,} bytes"
             raise DataError(f"{what} {folder}: {file.name} is not whole, it {has}; download it again")
 
 
-def _weights(folder: Path) -> Iterator[Path]:
-    """Yield the safetensors files that transformers and peft would load from a folder."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not whole.exists() and index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
-        yield from (folder / name for name in sorted(set(names)))
-    yield from filter(Path.exists, (whole, folder / "adapter_model.safetensors"))
-
-
-def _whole_size(file: Path) -> int | None:
-    """Return the length that a safetensors file should have; None if it has no whole header."""
+def _whole_size(file: Path, size: int) -> int | None:
+    """Return the length that the header of a safetensors file gives it; None if there is no whole header."""
     with file.open("rb") as read:
         length = int.from_bytes(read.read(_HEADER), "little")
-        if length > file.stat().st_size:
-            return None
         try:
-            entries = json.loads(read.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-        except (ValueError, LookupError, AttributeError, TypeError):
+            header: dict[str, Any] = json.loads(read.read(length)) if length < size else {}
+            return _HEADER + length + max(header[name]["data_offsets"][1] for name in {*header} - {"__metadata__"})
+        except (ValueError, LookupError, TypeError):
             return None
-    return _HEADER + length + max(ends, default=0)

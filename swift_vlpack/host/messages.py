@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from swift_vlpack.errors import VLPackError
+from swift_vlpack.pages.safe_text import visible
 
 EXIT_USAGE = 2
 _FORESEEN = (VLPackError, OSError, ValueError, ImportError)
@@ -27,6 +29,8 @@ _STAGES = (
     ("", "create_optimizer", "cannot make the optimizer"),
 )
 """Modules and functions ("" for any) in which ms-swift makes what an input names, before it trains."""
+_WRITTEN = ("output_dir", "save_directory", "filename", "path")
+"""Variables that hold what functions of ms-swift, transformers and safetensors write."""
 _LIBRARIES = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"), "<frozen")
 """Parts of the paths of code that is not the user's own."""
 # Compare names of classes: each library that ms-swift downloads with has error classes of its own.
@@ -95,7 +99,8 @@ class _ToSwift(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from swift.utils import get_logger
 
-        own = logging.makeLogRecord({**vars(record), "name": get_logger().name})
+        said = visible(record.getMessage())  # the names of files are untrusted
+        own = logging.makeLogRecord({**vars(record), "name": get_logger().name, "msg": said, "args": None})
         get_logger().handle(own)
 
 
@@ -131,7 +136,9 @@ def quiet_mistakes() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
-        if not isinstance(error, VLPackError) and (found := _stage(error, trace)) is not None:
+        if (folder := _full_disk(error, trace)) is not None:
+            error = Refused(f"the disk is full, {folder} cannot be written: {one_line(error)}")
+        elif not isinstance(error, VLPackError) and (found := _stage(error, trace)) is not None:
             error = Refused(refusal(error, *found))
         if not isinstance(error, VLPackError) or _is_surprising(error):
             before(kind, error, trace)
@@ -160,6 +167,14 @@ def _stage(error: BaseException, trace: TracebackType | None) -> tuple[str, list
             names = [str(name) for name in (getattr(own, "model", None), *adapters) if name]
     is_refused = isinstance(error, (*_OF_INPUT, *_OF_LIBRARY)) and inside and _is_of_library(inside)
     return (what or "refuses the options", names) if is_refused or is_of_network(error) else None
+
+
+def _full_disk(error: BaseException, trace: TracebackType | None) -> str | None:
+    """Return the file or folder that was written when the disk was full; None for another error."""
+    if getattr(error, "errno", None) != errno.ENOSPC and os.strerror(errno.ENOSPC) not in str(error):
+        return None
+    found = [frame.f_locals.get(name) for frame in _frames(trace) for name in _WRITTEN]
+    return str(getattr(error, "filename", None) or next((one for one in reversed(found) if one), "what it wrote"))
 
 
 def _is_of_library(frames: Sequence[FrameType]) -> bool:
@@ -196,7 +211,7 @@ def one_line(error: BaseException) -> str:
     text = str(error)
     if "Original Traceback" in text:
         text = text.strip().splitlines()[-1].partition(": ")[2]
-    return " ".join(text.split())
+    return visible(" ".join(text.split()))
 
 
 def _is_surprising(error: BaseException) -> bool:

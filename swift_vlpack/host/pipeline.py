@@ -23,7 +23,8 @@ from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.feed.failures import check_measured, listing
+from swift_vlpack.feed.epoch_report import listing
+from swift_vlpack.feed.failures import check_measured
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
@@ -95,6 +96,11 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
     """
     if config.shares_media:
         refuse_sharing(template.config)
+        if args.loss_scale.startswith("all") and is_master():
+            logger.warning(
+                f"packing_share=media shares nothing under --loss_scale {args.loss_scale}: every token is a target, "
+                "and only tokens before the first target are shared; leave one of them out"
+            )
     if plans_ahead(args):
         sources, val_rows = _same_sources(args, config)
         return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows

@@ -11,7 +11,6 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,16 +115,6 @@ def known_values(option: str) -> frozenset[str]:
             found += line.value.keys if isinstance(line.value, ast.Dict) else []
     values = [part.value for part in found if isinstance(part, ast.Constant) and isinstance(part.value, str)]
     return frozenset((*values, *more)) if values else frozenset()
-
-
-def imported_values(option: str) -> frozenset[str]:
-    """Return the values of an option of `VALUES` in a process that has loaded its plugins; empty if there are none."""
-    module, name, more = VALUES[option]
-    try:
-        known = getattr(import_module(module), name)
-    except (ImportError, AttributeError):
-        return frozenset()
-    return frozenset((*(known if isinstance(known, dict) else (one.value for one in known)), *more))
 
 
 def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:

@@ -34,6 +34,7 @@ from swift_vlpack.plan.registry import strategy_named
 from swift_vlpack.plan.steps import CostModel
 from swift_vlpack.plan.strategies import Caps, Groups
 from swift_vlpack.reasons import Reason
+from swift_vlpack.words import counted
 
 IN_NO_STEP = -1
 """The un-packed batch of a sample that un-packed training leaves out of an epoch."""
@@ -264,8 +265,8 @@ class KeptSteps(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"the same {self.num_samples} samples as un-packed, in {self.num_sequences:.1f} sequences; padding saved: "
-            f"{self.padding_saved:.1%} of the tokens of padded batches"
+            f"the same {counted(self.num_samples, 'sample')} as un-packed, in {self.num_sequences:.1f} sequences; "
+            f"padding saved: {self.padding_saved:.1%} of the tokens of padded batches"
         )
 
 

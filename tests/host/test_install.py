@@ -249,6 +249,26 @@ def test_error_while_ms_swift_makes_model_tuner_and_trainer_is_one_line(mistake,
     assert text == "traceback" if said is None else text.startswith(f"swift_vlpack: ms-swift {said}"), text
 
 
+def test_full_disk_is_one_line_with_the_path():
+    """CLI-12: the host writes a checkpoint, in Python or as safetensors does."""
+    code = "def save(save_directory):\n    {}\nsave('out/checkpoint-4')"
+    said = "swift_vlpack: the disk is full, out/checkpoint-4 cannot be written: "
+    status, text = uncaught(code.format("file = open('/dev/full', 'wb', buffering=0); file.write(b'a')"))
+    assert (status, text) == (2, f"{said}[Errno 28] No space left on device\n")
+    error = "Error while serializing: I/O error: No space left on device (os error 28)"
+    assert uncaught(code.format(f"raise Exception('{error}')")) == (2, f"{said}{error}\n")
+
+
+def test_control_characters_of_a_name_never_reach_the_log():
+    """CLI-12 CLI-13"""
+    code = "import logging; join_log(); logging.getLogger('swift_vlpack.rows.a').warning('%s', 'a\\x1b[31mb.jpg')\n"
+    status, text = uncaught(f"{code}raise ConfigError('no c\\x1b[0m.jpg')")
+    assert status == 2
+    assert "a\u241b[31mb.jpg" in text
+    assert text.endswith("swift_vlpack: no c\u241b[0m.jpg\n")
+    assert "\x1b" not in text
+
+
 def test_interrupt_says_nothing():
     """CLI-10"""
     status, said = uncaught("raise KeyboardInterrupt")
