@@ -84,7 +84,7 @@ def test_wrong_arguments_are_named():
             take(None)
     with pytest.raises(ConfigError, match="the template is None; give the one that ms-swift's get_template returns"):
         PackingDataset([{"messages": []}], None, CONFIG)
-    with pytest.raises(ConfigError, match="planned packs have no option num_epoch; did you mean num_epochs?"):
+    with pytest.raises(ConfigError, match="planned packs have no option num_epoch; did you mean num_epochs"):
         PackingDataset([{"messages": []}], None, CONFIG, num_epoch=3)
 
 
