@@ -332,6 +332,13 @@ def checked(options: Mapping[str, Any]) -> PackingConfig:
     return PackingConfig.from_mapping(options, packing_length=any_length)
 
 
+def need_config(config: Any) -> None:
+    """Raise `ConfigError` for anything but a `PackingConfig`, such as a number of tokens."""
+    if not isinstance(config, PackingConfig):
+        hint = f"; give PackingConfig(packing_length={config})" if isinstance(config, int) else ""
+        raise ConfigError(f"the options of packing are a PackingConfig, got {config!r}{hint}")
+
+
 def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
     """Decide whether packs are planned ahead of time, or made as rows come. No other code decides this.
 

@@ -10,7 +10,7 @@ import pytest
 
 import swift_vlpack
 from swift_vlpack import Item, Packer, PackingConfig, plan
-from swift_vlpack.errors import DataError
+from swift_vlpack.errors import ConfigError, DataError
 
 SOURCE = Path(swift_vlpack.__file__)
 CONFIG = PackingConfig(packing_length=8, packing_strategy="exact")
@@ -71,3 +71,27 @@ def test_name_of_a_file_is_no_data_set(name):
 
     with pytest.raises(DataError, match=r"takes rows, not the name of a file; read 'rows.jsonl' first: \[json.loads"):
         PackingDataset(name, template=None, config=CONFIG)
+
+
+def test_wrong_arguments_are_named():
+    """OWN-13: a number for the options, no template, an option that there is not, and an empty file of texts."""
+    from swift_vlpack import PackingDataset
+
+    with pytest.raises(ConfigError, match=r"are a PackingConfig, got 10; give PackingConfig\(packing_length=10\)"):
+        plan([3], 10)
+    for take in (Packer, lambda config: PackingDataset([], None, config)):
+        with pytest.raises(ConfigError, match="are a PackingConfig, got None"):
+            take(None)
+    with pytest.raises(ConfigError, match="the template is None; give the one that ms-swift's get_template returns"):
+        PackingDataset([{"messages": []}], None, CONFIG)
+    with pytest.raises(ConfigError, match="planned packs have no option num_epoch; did you mean num_epochs"):
+        PackingDataset([{"messages": []}], None, CONFIG, num_epoch=3)
+
+
+def test_text_file_without_a_byte_is_named(tmp_path):
+    """TEXT-29"""
+    from swift_vlpack.text import TextStream
+
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"there is no document in .*empty\.txt: the file is empty"):
+        TextStream(tmp_path / "empty.txt", tokenizer="byte", seq_len=4)

@@ -56,6 +56,8 @@ def prepare_model(model: Model, template: Any, *, any_family: bool = False) -> M
 
 def check_ready(template: Any, *, needs_model: bool) -> None:
     """Raise `ConfigError` for a template that makes no labels, or a model whose attention mixes samples."""
+    if template is None:
+        raise ConfigError("the template is None; give the one that ms-swift's get_template returns")
     mode = getattr(template, "mode", TRAINING)
     if mode != TRAINING:
         raise ConfigError(f"the template is in mode {mode!r}, in which packs have no labels to train on; {WAY_IN}")

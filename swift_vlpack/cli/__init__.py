@@ -31,6 +31,7 @@ from swift_vlpack.cli.in_run import is_in_run
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.gone import refuse_gone
 from swift_vlpack.host.run_flags import OF_TRAINING
+from swift_vlpack.pages.safe_text import visible
 from swift_vlpack.words import INSTALL, did_you_mean
 
 EXIT_USAGE = 2
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except VLPackError as error:
-        print(f"vlpack {name}: {error}", file=sys.stderr)
+        print(f"vlpack {name}: {visible(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except ModuleNotFoundError as error:
         # Inside a training run the missing module may be one of the user's own, which our install would not bring:

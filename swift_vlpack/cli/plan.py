@@ -121,12 +121,12 @@ def training_report(
     flags: Sequence[str], *, num_ranks: int, failures_file: Path, command: str = "sft"
 ) -> dict[str, Any]:
     """Plan the run of `swift sft` or `swift pt` with these flags. Returns the report; lists left-out rows in a file."""
-    from swift_vlpack.feed.epoch_report import data_report, left_out_by, left_out_warning, plan_facts
+    from swift_vlpack.feed.epoch_report import data_report, left_out_by, left_out_warning, listing, plan_facts
     from swift_vlpack.host.run import feed_of, run_of
 
     start = time.perf_counter()
     _refuse_another_file(failures_file)
-    with run_of(flags, num_ranks=num_ranks, command=command) as run:
+    with run_of(flags, num_ranks=num_ranks, command=command) as run, listing(failures_file, is_new=True):
         feed, seconds = feed_of(run)
     epoch = feed.epoch_plan
     num_listed = _list_left_out(feed, failures_file)

@@ -8,12 +8,15 @@ Both yield `PackedSamples`, a list of encoded samples for the template's own col
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
-from swift_vlpack.config import PackingConfig, is_planned
+from swift_vlpack.config import PackingConfig, is_planned, need_config
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.rows.encoder import Template
+from swift_vlpack.words import did_you_mean
 
 
 def PackingDataset(
@@ -24,5 +27,12 @@ def PackingDataset(
     Sets `template.packing` and `padding_free`. Both forms take `seed` and `num_ranks`. Planned packs also take
     `num_epochs`, or `num_packs` if steps bound the run; streamed packs take `rank`.
     """
+    need_config(config)
     planned = is_planned(config, is_sized=hasattr(dataset, "__len__"))
-    return (PlannedPackingDataset if planned else StreamedPackingDataset)(dataset, template, config, **options)
+    kind = PlannedPackingDataset if planned else StreamedPackingDataset
+    known = set(signature(kind).parameters)
+    for name in options:
+        if name not in known:
+            packs = "planned" if planned else "streamed"
+            raise ConfigError(f"{packs} packs have no option {name}{did_you_mean(name, known)}")
+    return kind(dataset, template, config, **options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,8 @@ from swift_vlpack.plan.same_steps import kept_steps
 from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.left_out import as_json, deleted_by_loader
-from swift_vlpack.rows.samples import Address, LeftOut
+from swift_vlpack.rows.left_out import LeftOutRows, as_json, in_no_epoch
+from swift_vlpack.rows.samples import Address, LeftOut, TooManyFailures
 from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.runlog.account import account_json
 from swift_vlpack.runlog.counts import Counts
@@ -182,14 +184,25 @@ def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
 def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
     """Yield every row that is in no pack, as lines of `left_out.jsonl`. Rows that no epoch can pack have no epoch."""
     origins = {source.name: source.origin or source.name for source in dataset.sources}
-    for number, source in enumerate(dataset.sources):
-        for left_out in deleted_by_loader(source):
-            yield as_json(left_out, None, origins)
-        for index in sorted(_failures(source)):
-            yield as_json(dataset.failed(Address(number, index)), None, origins)
+    for left_out in in_no_epoch(dataset.sources):
+        yield as_json(left_out, None, origins)
     for left_out in left_out_by(epoch, dataset):
         if left_out.sample_id.part is not None or left_out.reason in epoch.packs.dropped:
             yield as_json(left_out, epoch.epoch, origins)
+
+
+@contextmanager
+def listing(path: Path, *, is_new: bool = False) -> Iterator[None]:
+    """List the rows in a file, new or with further lines, if this block raises `TooManyFailures` before training."""
+    try:
+        yield
+    except TooManyFailures as error:
+        if not error.sources:
+            raise
+        if is_new:
+            path.unlink(missing_ok=True)
+        LeftOutRows(path, error.sources).add(None, in_no_epoch(error.sources))
+        raise TooManyFailures(f"{error}; all of them are listed in {path}") from error.__cause__
 
 
 def _failures(source: RowSource) -> dict[int, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from swift_vlpack.reasons import is_failure
+from swift_vlpack.reasons import Reason, is_failure
 from swift_vlpack.rows.samples import LeftOut, SampleError, TooManyFailures
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.words import by_reason
+from swift_vlpack.words import by_reason, counted
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +66,39 @@ class FailedShare:
             f"{len(failed)} of the last {len(self._reasons)} rows could not be read ({by_reason(_most_first(failed))})"
         )
         if share > self.most:
-            raise TooManyFailures(f"{found}; the last is {_shown(self._last)}. {_way_out(self.most)}")
+            listed = "All rows are listed in vlpack/left_out.jsonl in the output directory"
+            raise TooManyFailures(f"{found}; the last is {_shown(self._last)}. {listed}. {_way_out(self.most)}")
         if share > SHARE_WARNED_OF and not self._is_warned_of:
             logger.warning("%s; the last is %s. Above %.0f%% the run stops", found, _shown(self._last), 100 * self.most)
         # Warn once as long as the share stays above, and again after it has been below.
         self._is_warned_of = share > SHARE_WARNED_OF
 
 
-def check_measured(sources: Iterable[RowSource], most: float) -> None:
+def refuse_unreadable(sources: Sequence[RowSource]) -> None:
+    """Raise `TooManyFailures` if the length pass could read no row at all, with the counts and the first row."""
+    failed = [reason for source in sources if source.sizes is not None for reason in source.sizes.failures.values()]
+    num_rows = sum(len(source.rows) for source in sources)
+    if not failed or len(failed) < num_rows:
+        return
+    first = next(source for source in sources if len(source.rows))
+    index = min(range(len(first.rows)), key=first.row_number)
+    assert first.sizes is not None
+    searched = os.environ.get("ROOT_IMAGE_DIR") or os.getcwd()
+    looked_in = f"; relative paths are looked for in {searched}" if Reason.FILE_MISSING in failed else ""
+    raise _refused(
+        f"none of the {counted(num_rows, 'row')} can be packed ({by_reason(_most_first(failed))}); the first is "
+        f"{first.where(index)}: {first.sizes.fault(index).error}{looked_in}",
+        sources,
+    )
+
+
+def _refused(said: str, sources: Sequence[RowSource]) -> TooManyFailures:
+    error = TooManyFailures(said)
+    error.sources = sources
+    return error
+
+
+def check_measured(sources: Sequence[RowSource], most: float) -> None:
     """Warn or raise before training, by the share of rows that the length pass could not read."""
     failed: list[str] = []
     num_rows = 0
@@ -83,7 +109,7 @@ def check_measured(sources: Iterable[RowSource], most: float) -> None:
         return
     found = f"{len(failed)} of {num_rows} rows cannot be read ({by_reason(_most_first(failed))})"
     if len(failed) / num_rows > most:
-        raise TooManyFailures(f"{found}. {_way_out(most)}")
+        raise _refused(f"{found}. {_way_out(most)}", sources)
     if len(failed) / num_rows > SHARE_WARNED_OF:
         logger.warning("%s. Above %.0f%% the run would not start", found, 100 * most)
 
@@ -98,7 +124,6 @@ def _shown(left_out: LeftOut | None) -> str:
 
 def _way_out(most: float) -> str:
     return (
-        f"packing_max_failed_share allows {100 * most:g}%. Is a disk or a network mount gone? All rows are listed in "
-        "vlpack/left_out.jsonl in the output directory. Repair the data and resume from the last checkpoint, or raise "
-        "packing_max_failed_share"
+        f"packing_max_failed_share allows {100 * most:g}%. Is a disk or a network mount gone? Repair the data and "
+        "resume from the last checkpoint, or raise packing_max_failed_share"
     )

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
+from swift_vlpack.feed.failures import refuse_unreadable
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.lengths.prefixes import sharing_rows
@@ -61,6 +62,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if not self.sources:
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
+        refuse_unreadable(self.dataset.sources)
         self.dataset = sharing_rows(self.dataset, self.config)
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)

@@ -149,7 +149,8 @@ def settle_options(args: Any) -> None:
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
     config = checked({**options, "packing": True})
     _read_training_file_again()
-    registered = Registered(None if args.custom_dataset_info else set(DATASET_MAPPING), get_supported_tuners())
+    values = {"tuner_type": get_supported_tuners()}
+    registered = Registered(None if args.custom_dataset_info else set(DATASET_MAPPING), values)
     check_run(vars(args), config, registered)
     _refuse_unknown_types(args)
     if args.truncation_strategy == "split":

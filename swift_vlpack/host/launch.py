@@ -26,7 +26,9 @@ from typing import Any
 from swift_vlpack.config import ENV_PREFIX, PackingConfig, checked, chosen_options, option_names
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.gone import refuse_gone
-from swift_vlpack.host.run_checks import PLUGINS, Registered, check_run
+from swift_vlpack.host.machine_checks import check_machine, check_variables, check_weights
+from swift_vlpack.host.path_checks import folder_of
+from swift_vlpack.host.run_checks import PLUGINS, Registered, check_run, refuse_metric
 from swift_vlpack.host.run_flags import (
     OF_TRAINING,
     as_flags,
@@ -37,7 +39,7 @@ from swift_vlpack.host.run_flags import (
     refuse_unknown,
     split_flags,
 )
-from swift_vlpack.host.swift_flags import flag_names, source_file, tuner_types
+from swift_vlpack.host.swift_flags import VALUES, flag_names, known_values, source_file, tuner_types
 from swift_vlpack.plan.registry import known_names
 from swift_vlpack.yaml_files import read_yaml
 
@@ -150,8 +152,18 @@ def check_launch(launch: TrainLaunch | RunLaunch) -> None:
     options = given_options(launch.flags)
     plugins = [path for name in PLUGINS for path in options.get(name, ())]
     is_plain = all(map(is_our_plugin, plugins))  # another plugin may register more names
-    registered = Registered((), tuner_types()) if is_plain else Registered()
+    values = {"tuner_type": tuner_types(), **{option: known_values(option) for option in VALUES}}
+    registered = Registered((), values) if is_plain else Registered()
     check_run(options, launch.config, registered, is_training=isinstance(launch, TrainLaunch))
+    if is_plain:
+        refuse_metric(options)
+    check_variables(launch.environ)
+    if isinstance(launch, TrainLaunch) and not options.get("use_ray"):
+        for name in ("model", "adapters"):
+            given = options.get(name) or ()
+            for folder in map(folder_of, [given] if isinstance(given, str) else given):
+                check_weights(f"--{name}", folder)
+        check_machine(options, launch.environ)
 
 
 def plugin_path() -> Path:

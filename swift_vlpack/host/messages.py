@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from swift_vlpack.errors import VLPackError
+from swift_vlpack.pages.safe_text import visible
 
 EXIT_USAGE = 2
 _FORESEEN = (VLPackError, OSError, ValueError, ImportError)
 """Errors that may cause one of ours without a traceback being shown, because they are no bugs."""
-_OF_ARGUMENTS = "swift.arguments"
-"""The package in which ms-swift reads its options and looks up the model."""
+_OF_INPUT = (ValueError, AssertionError, OSError)
+_OF_LIBRARY = (KeyError, ImportError)
+"""Errors that ms-swift, and the libraries that it calls, raise for an input that is wrong. Those of `_OF_LIBRARY` are
+bugs if any code of the user has a part in them."""
+_STAGES = (
+    ("swift.arguments", "", "refuses the options"),
+    ("swift.pipelines.train.sft", "_prepare_model_tokenizer", "cannot load the model"),
+    ("swift.pipelines.train.tuner", "prepare_model", "cannot make the tuner"),
+    ("swift.trainers", "__init__", "cannot make the trainer"),
+    ("", "create_optimizer", "cannot make the optimizer"),
+)
+"""Modules and functions ("" for any) in which ms-swift makes what an input names, before it trains."""
+_WRITTEN = ("output_dir", "save_directory", "filename", "path")
+"""Variables that hold what functions of ms-swift, transformers and safetensors write."""
+_LIBRARIES = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"), "<frozen")
+"""Parts of the paths of code that is not the user's own."""
 # Compare names of classes: each library that ms-swift downloads with has error classes of its own.
 _NO_ANSWER = frozenset(
     (
@@ -45,7 +62,8 @@ def said_by_swift(what: str, names: Sequence[str] = ()) -> Iterator[None]:
     except VLPackError:
         raise
     except Exception as error:
-        if not is_of_network(error) and not isinstance(error, (ValueError, AssertionError, OSError)):
+        is_refused = isinstance(error, _OF_LIBRARY) and _is_of_library([*_frames(error.__traceback__)])
+        if not (isinstance(error, _OF_INPUT) or is_refused or is_of_network(error)):
             raise
         raise Refused(refusal(error, what, names)) from error
 
@@ -53,7 +71,7 @@ def said_by_swift(what: str, names: Sequence[str] = ()) -> Iterator[None]:
 def refusal(error: BaseException, what: str, names: Sequence[str] = ()) -> str:
     """Return one line about an error of ms-swift. `what` continues "ms-swift ...", such as "refuses the options"."""
     if not is_of_network(error):
-        return f"ms-swift {what}: {one_line(error)}"
+        return f"ms-swift {what}: {_said(error)}"
     hub = "ModelScope"
     if os.environ.get("USE_HF", "").lower() in ("1", "true"):
         endpoint = os.environ.get("HF_ENDPOINT")
@@ -81,7 +99,8 @@ class _ToSwift(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from swift.utils import get_logger
 
-        own = logging.makeLogRecord({**vars(record), "name": get_logger().name})
+        said = visible(record.getMessage())  # the names of files are untrusted
+        own = logging.makeLogRecord({**vars(record), "name": get_logger().name, "msg": said, "args": None})
         get_logger().handle(own)
 
 
@@ -117,8 +136,10 @@ def quiet_mistakes() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
-        if (names := _refused_names(error, trace)) is not None:
-            error = Refused(refusal(error, "refuses the options", names))
+        if (folder := _full_disk(error, trace)) is not None:
+            error = Refused(f"the disk is full, {folder} cannot be written: {one_line(error)}")
+        elif not isinstance(error, VLPackError) and (found := _stage(error, trace)) is not None:
+            error = Refused(refusal(error, *found))
         if not isinstance(error, VLPackError) or _is_surprising(error):
             before(kind, error, trace)
             return
@@ -130,22 +151,59 @@ def quiet_mistakes() -> None:
     sys.excepthook = hook
 
 
-def _refused_names(error: BaseException, trace: TracebackType | None) -> list[str] | None:
-    """Return the model and adapters that were given, if ms-swift refuses its options; None for any other error.
+def _stage(error: BaseException, trace: TracebackType | None) -> tuple[str, list[str]] | None:
+    """Return what ms-swift could not do with its input, and the model and adapters that were given; None for a bug.
 
-    ms-swift refuses its options if ms-swift itself, or a hub that it asks, raises the error while it reads its
-    arguments. An error in a plugin of the user, or in this package, is a bug.
+    Only an error that a library raises in one of `_STAGES` is about the input. An error in a plugin of the user, or in
+    this package, is a bug.
     """
-    names, module = None, ""
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__", "")
-        own = trace.tb_frame.f_locals.get("self")
-        if module.startswith(_OF_ARGUMENTS) and own is not None:
+    what, names, inside = "", [], []
+    for frame in _frames(trace):
+        module, own = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        what = what or next((s for of, name, s in _STAGES if module.startswith(of) and name in ("", _name(frame))), "")
+        inside += [frame] if what else []
+        if module.startswith(_STAGES[0][0]) and own is not None:
             adapters = getattr(own, "adapters", None) or ()
             names = [str(name) for name in (getattr(own, "model", None), *adapters) if name]
+    is_refused = isinstance(error, (*_OF_INPUT, *_OF_LIBRARY)) and inside and _is_of_library(inside)
+    return (what or "refuses the options", names) if is_refused or is_of_network(error) else None
+
+
+def _full_disk(error: BaseException, trace: TracebackType | None) -> str | None:
+    """Return the file or folder that was written when the disk was full; None for another error."""
+    if getattr(error, "errno", None) != errno.ENOSPC and os.strerror(errno.ENOSPC) not in str(error):
+        return None
+    found = [frame.f_locals.get(name) for frame in _frames(trace) for name in _WRITTEN]
+    return str(getattr(error, "filename", None) or next((one for one in reversed(found) if one), "what it wrote"))
+
+
+def _is_of_library(frames: Sequence[FrameType]) -> bool:
+    """Tell whether a library raised an error, and no code of the user is among these frames."""
+    modules = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename) for frame in frames]
+    return not modules[-1][0].startswith("swift_vlpack.") and all(
+        module.startswith(("swift.", "swift_vlpack.")) or any(part in file for part in _LIBRARIES)
+        for module, file in modules
+    )
+
+
+def _name(frame: FrameType) -> str:
+    return frame.f_code.co_name
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
         trace = trace.tb_next
-    is_of_swift = isinstance(error, (ValueError, AssertionError, OSError)) and module.startswith("swift.")
-    return names if is_of_swift or is_of_network(error) else None
+
+
+def _said(error: BaseException) -> str:
+    """Return the text of an error as one line; with its kind and place, if the text alone says too little."""
+    text = one_line(error)
+    if text and not isinstance(error, KeyError):
+        return text
+    frame = [*_frames(error.__traceback__)][-1:]
+    place = f" in {frame[0].f_globals.get('__name__')}.{_name(frame[0])}" if frame else ""
+    return f"{type(error).__name__}{place}{text and ': ' + text}"
 
 
 def one_line(error: BaseException) -> str:
@@ -153,7 +211,7 @@ def one_line(error: BaseException) -> str:
     text = str(error)
     if "Original Traceback" in text:
         text = text.strip().splitlines()[-1].partition(": ")[2]
-    return " ".join(text.split())
+    return visible(" ".join(text.split()))
 
 
 def _is_surprising(error: BaseException) -> bool:

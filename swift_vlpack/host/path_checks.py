@@ -23,13 +23,15 @@ from swift_vlpack.host.run_flags import OF_DATA, loose_word
 from swift_vlpack.words import did_you_mean
 
 _HUBS = ("hf::", "ms::")
+_UNREAD = (".gz", ".zip", ".zst", ".xz", ".bz2", ".7z", ".tgz", ".tsv", ".xlsx", ".xls", ".pkl")
+"""Suffixes of files for which ms-swift's loader, which goes by the suffix, has no reader."""
 _MOST_NAMES = 10_000
 """Most names of a folder among which to look for a similar name. A folder of images may have millions."""
 
 
 def check_model(model: str) -> None:
     """Raise `ConfigError` for a path without a model."""
-    path = _folder(model)
+    path = folder_of(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             is_adapter = (path / "adapter_config.json").is_file()
@@ -43,7 +45,9 @@ def check_model(model: str) -> None:
 
 def check_adapter(adapter: str) -> None:
     """Raise `ConfigError` for the path of an adapter that does not exist."""
-    if _is_path(adapter.partition(":")[0]) and not _folder(adapter).exists():
+    name = adapter.partition(":")[0]
+    # Adapters on a hub have an owner.
+    if (_is_path(name) or "/" not in name) and not folder_of(adapter).exists():
         raise ConfigError(f"--adapters {adapter}: no such folder{_near(adapter)}")
 
 
@@ -64,7 +68,7 @@ def check_exists(what: str, path: str, *, expands_home: bool) -> None:
         raise ConfigError(f"{what} {path}: no such file{_near(path)}")
 
 
-def _folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """Return the folder that ms-swift would open: `~` is the home folder, and `folder:inner` is a folder inside."""
     path = os.path.expanduser(name)
     inner = "/".join(path.split(":", 1))
@@ -99,6 +103,14 @@ def check_data(what: str, datasets: Iterable[str], registered: Collection[str] =
             home = os.path.expanduser(path)
             hint = f"; ms-swift does not expand ~ here, write {home}" if home != path else _near(path)
             raise ConfigError(f"{what} {dataset}: no such file{hint}")
+        _, _, number = dataset.removeprefix(path).rpartition("#")
+        if dataset != path and "#" in dataset and not (number.isdecimal() and int(number)):
+            raise ConfigError(f"{what} {dataset}: after # comes the number of rows to draw, at least 1")
+        if os.path.isfile(path) and path.endswith(_UNREAD):
+            raise ConfigError(
+                f"{what} {dataset}: ms-swift does not read such a file; unpack it, or make it .jsonl, .json, .csv, "
+                ".parquet or .arrow"
+            )
         if os.path.isfile(path) and not _has_content(path):
             raise DataError(f"{what} {dataset}: the file is empty; name a file with rows")
 

@@ -13,6 +13,8 @@ To see it run: `vlpack plan --config train.yaml` makes the feed and stops there,
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from swift.utils import get_logger, is_master, stat_array
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
+from swift_vlpack.feed.epoch_report import listing
 from swift_vlpack.feed.failures import check_measured
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import PlannedPackingDataset
@@ -54,6 +57,8 @@ from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.rows.urls import Urls
+from swift_vlpack.runlog import left_out
+from swift_vlpack.runlog.events import FOLDER
 from swift_vlpack.words import counted
 
 logger = get_logger()
@@ -71,10 +76,11 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     config = packing_config(args)
     logger.info(f"packing: {config}")
     use_attention(pipeline.model, args.attn_impl)
-    feed, val_rows = build_feed(args, template, config)
-    check_same_validation(val_rows, RanksOfRun())
-    # Check now: the length pass has seen all rows, so if a mount is gone, most of them have failed.
-    check_measured(feed.sources, config.packing_max_failed_share)
+    with listing(Path(args.output_dir) / FOLDER / left_out.FILE) if is_master() else nullcontext():
+        feed, val_rows = build_feed(args, template, config)
+        check_same_validation(val_rows, RanksOfRun())
+        # Check now: the length pass has seen all rows, so if a mount is gone, most of them have failed.
+        check_measured(feed.sources, config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.sources, template.max_length, config)
     val_rows = with_cached_validation(saved_validation_rows(pipeline, val_rows), args, config)
     if is_master():
@@ -90,6 +96,11 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
     """
     if config.shares_media:
         refuse_sharing(template.config)
+        if args.loss_scale.startswith("all") and is_master():
+            logger.warning(
+                f"packing_share=media shares nothing under --loss_scale {args.loss_scale}: every token is a target, "
+                "and only tokens before the first target are shared; leave one of them out"
+            )
     if plans_ahead(args):
         sources, val_rows = load_sources(args, config)
         return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows

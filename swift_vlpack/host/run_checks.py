@@ -24,6 +24,10 @@ from swift_vlpack.host.path_checks import (
 from swift_vlpack.rows.fusion_config import FusionConfig, read_fusion_config
 from swift_vlpack.words import did_you_mean
 
+_METRICS = ("loss", "token_acc", "seq_acc", "aux_loss", "runtime", "samples_per_second", "steps_per_second")
+"""What an evaluation measures by itself."""
+_MORE_METRICS = ("eval_metric", "predict_with_generate", "enable_channel_loss", "loss_type", "eval_dataset")
+"""Options with which an evaluation measures more."""
 PLUGINS = ("external_plugins", "custom_register_path", "custom_dataset_info")
 """Options whose files may register data sets and tuners. Only the training process loads these files."""
 
@@ -39,17 +43,18 @@ _LEAST = {
     "eval_steps": "above 0",
     "lora_rank": "at least 1",
     "dataloader_num_workers": "at least 0",
+    "split_dataset_ratio": "from 0 to 1",
 }
 """Numbers of ms-swift's that would train nothing, or something else than they say, with the bound of each."""
 _IS_WITHIN = {"above 0": lambda number: number > 0, "at least 1": lambda number: number >= 1,
-              "at least 0": lambda number: number >= 0}  # fmt: skip
+              "at least 0": lambda number: number >= 0, "from 0 to 1": lambda number: 0 <= number <= 1}  # fmt: skip
 
 
 class Registered(NamedTuple):
-    """Names of data sets and tuners that ms-swift and plugins register; None if only training can know them."""
+    """Names that ms-swift and plugins register: of data sets, and by option; None if only training can know them."""
 
     datasets: Collection[str] | None = None
-    tuners: Collection[str] | None = None
+    values: Mapping[str, Collection[str]] | None = None
 
 
 def check_run(
@@ -66,11 +71,7 @@ def check_run(
         sources = read_fusion_config(config.fusion_config) if config.fusion_config else None
     refuse_numbers(options)
     _need_model_and_data(options, sources)
-    tuner, tuners = options.get("tuner_type"), registered.tuners
-    if tuner and tuners and tuner not in tuners:
-        raise ConfigError(
-            f"--tuner_type must be one of {', '.join(sorted(tuners))}, got {tuner!r}{did_you_mean(tuner, tuners)}"
-        )
+    refuse_values(options, registered.values or {})
     if options.get("use_ray"):  # the run is on a cluster, whose folders cannot be checked here
         return
     try:
@@ -134,6 +135,28 @@ def refuse_numbers(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{name} must be {bound}, got {number}")
 
 
+def refuse_values(options: Mapping[str, Any], known: Mapping[str, Collection[str]]) -> None:
+    """Raise `ConfigError` for a value that is not among those that are known for its option; none known: any."""
+    for name, values in known.items():
+        given = _many(options.get(name))
+        for one in given[0].split("+") if name == "loss_scale" and given else given:
+            if values and one not in values:
+                raise ConfigError(
+                    f"--{name} must be one of {', '.join(sorted(values))}, got {one!r}{did_you_mean(one, values)}"
+                )
+
+
+def refuse_metric(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a `--metric_for_best_model` that no evaluation of this run measures."""
+    metric = str(options.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    if metric in _METRICS or any(options.get(name) for name in _MORE_METRICS):
+        return
+    raise ConfigError(
+        f"--metric_for_best_model must be one of {', '.join(_METRICS)}, unless --eval_metric measures more; "
+        f"got {metric!r}{did_you_mean(metric, _METRICS)}"
+    )
+
+
 def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> None:
     """Raise `ConfigError` for options of ms-swift that cannot be combined with packing."""
     get = options.get
@@ -174,6 +197,7 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
             "it is computed from rows, which packs are not (eval_loss and eval_token_acc are still computed); "
             "leave one of them out",
         ),
+        (get("lazy_tokenize"), "--lazy_tokenize true", "rows are encoded when they are loaded anyway; leave it out"),
         (get("use_flash_ckpt"), "--use_flash_ckpt true", "it says too early that a checkpoint is saved; leave it out"),
         (
             get("interleave_prob") and not is_streaming,
@@ -240,4 +264,6 @@ def _refuse_sharing(options: Mapping[str, Any]) -> None:
 
 
 def _many(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(map(str, value or ()))
+    """Return the values of an option, which may be one value or a list."""
+    values = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    return [one if isinstance(one, str) else str(one) for one in values]

@@ -80,6 +80,39 @@ def tuner_types() -> frozenset[str]:
     return frozenset(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
 
 
+VALUES = {
+    "report_to": ("transformers.integrations.integration_utils", "INTEGRATION_TO_CALLBACK", ("none", "all")),
+    "lr_scheduler_type": ("transformers.trainer_utils", "SchedulerType", ()),
+    "optim": ("transformers.training_args", "OptimizerNames", ()),
+    "eval_strategy": ("transformers.trainer_utils", "IntervalStrategy", ()),
+    "logging_strategy": ("transformers.trainer_utils", "IntervalStrategy", ()),
+    "save_strategy": ("transformers.trainer_utils", "SaveStrategy", ()),
+    "loss_scale": ("swift.loss_scale.mapping", "loss_scale_map", ("default", "last_round", "all")),
+    "optimizer": ("swift.optimizers.mapping", "optimizers_map", ()),
+    "callbacks": ("swift.callbacks.mapping", "callbacks_map", ()),
+    "eval_metric": ("swift.metrics.mapping", "eval_metrics_map", ()),
+}
+"""Options that take one of a set of values: the module and name of a dict or an enumeration, and further values."""
+
+
+@cache
+def known_values(option: str) -> frozenset[str]:
+    """Read the values of an option of `VALUES` from source, without plugins; empty if the source cannot be read."""
+    module, name, more = VALUES[option]
+    try:
+        lines = _tree(_place(module).path).body
+    except (_Lost, OSError, SyntaxError, ValueError):
+        return frozenset()
+    found: list[ast.expr | None] = []
+    for line in lines:
+        if isinstance(line, ast.ClassDef) and line.name == name:
+            found += [part.value for part in line.body if isinstance(part, ast.Assign)]
+        elif isinstance(line, ast.Assign) and name in map(ast.unparse, line.targets):
+            found += line.value.keys if isinstance(line.value, ast.Dict) else []
+    values = [part.value for part in found if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return frozenset((*values, *more)) if values else frozenset()
+
+
 def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
     """Yield the fields of the bases before those of the class, the first base last, so that overrides win."""
     place, found = _class(module, name)

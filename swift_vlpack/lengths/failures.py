@@ -24,7 +24,7 @@ NUM_WITH_TAGS_NAMED = 5
 
 def log_failures(source: RowSource, sizes: LengthIndex) -> None:
     """Log the first rows that cannot be encoded, and the number of all by reason."""
-    for index in sorted(sizes.failures)[:NUM_FAILURES_NAMED]:
+    for index in sorted(sizes.failures, key=source.row_number)[:NUM_FAILURES_NAMED]:
         fault = sizes.fault(index)
         logger.warning("%s: left out: %s: %s", source.sample_id(index), fault.reason, fault.error)
     counts = Counter(sizes.failures.values())

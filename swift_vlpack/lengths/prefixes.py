@@ -117,8 +117,8 @@ def log_sharing(source: RowSource) -> None:
         logger.warning(f"source {source.name}: packing_share=media does nothing for it: no rows share a prefix")
     for alone in prefixes.alone:
         logger.warning(
-            f"source {source.name}: {counted(alone.num_rows, 'row')} with a medium that other rows have too are "
-            f"trained alone: they {alone.cause.text} (such as {source.where(alone.example)}); {alone.cause.way_out}"
+            f"source {source.name}: {counted(alone.num_rows, 'row')} with a medium that other rows have too, trained "
+            f"alone: they {alone.cause.text} (such as {source.where(alone.example)}); {alone.cause.way_out}"
         )
 
 

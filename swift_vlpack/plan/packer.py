@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from swift_vlpack import envelope
-from swift_vlpack.config import PackingConfig
+from swift_vlpack.config import PackingConfig, need_config
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.buffer import Buffer, use_of_caps
 from swift_vlpack.plan.items import Item, Pack, is_left_out, is_single_long, why_alone
@@ -54,6 +54,7 @@ class Packer:
         on_drop: DropReport | None = None,
         label: Label | None = "item {!r}".format,
     ) -> None:
+        need_config(config)
         self.config = config
         self.num_pushed = 0
         self.num_emitted = 0

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from swift_vlpack.config import PackingConfig
+from swift_vlpack.config import PackingConfig, need_config
 from swift_vlpack.errors import DataError
 from swift_vlpack.plan.buffer import remainder_to_drop, use_of_caps
 from swift_vlpack.plan.items import Item, is_left_out, must_be_alone
@@ -65,6 +65,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     `samples` has the number of samples of each item; None stands for one each.
     `label` returns the name of an item for the log, if it is left out or alone; None logs nothing.
     """
+    need_config(config)
     sizes = whole_numbers(lengths, "length", least=1)
     counts = [
         None if column is None else whole_numbers(column, name, least=0)

@@ -276,8 +276,8 @@ class KeptSteps(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"the same {self.num_samples} samples as un-packed, in {self.num_sequences:.1f} sequences; padding saved: "
-            f"{self.padding_saved:.1%} of the tokens of padded batches"
+            f"the same {counted(self.num_samples, 'sample')} as un-packed, in {self.num_sequences:.1f} sequences; "
+            f"padding saved: {self.padding_saved:.1%} of the tokens of padded batches"
         )
 
 

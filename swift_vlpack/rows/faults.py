@@ -112,6 +112,10 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
         return Fault(Reason.IMAGES_MALFORMED, f"{said}; {entries}")
     if fault := _fault_of_files(found):
         return fault
+    texts = (message.get("content") for message in row["messages"] if isinstance(message, Mapping))
+    if numbers := [text for text in texts if isinstance(text, (int, float))]:  # as of a column of a .csv file
+        said = f"{said}; a message is the number {numbers[0]!r}, not a text: write a .jsonl file, with it in quotes"
+        return Fault(Reason.ENCODE_FAILED, said)
     if is_video:
         return _with_files(Reason.VIDEO_UNREADABLE, said, _videos(found))
     return _fault_of_content(error, known, found)

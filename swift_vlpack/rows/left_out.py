@@ -32,6 +32,16 @@ def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
         yield LeftOut(SampleId(source.name, int(row)), Reason.DELETED_BY_LOADER.value, said)
 
 
+def in_no_epoch(sources: Iterable[RowSource]) -> Iterator[LeftOut]:
+    """Yield the rows that no epoch can train, in the order of their files: deleted by the loader, or unreadable."""
+    for source in sources:
+        yield from deleted_by_loader(source)
+        failed = () if source.sizes is None else source.sizes.failures
+        for index in sorted(failed, key=source.row_number):
+            assert source.sizes is not None
+            yield LeftOut(source.sample_id(index), *source.sizes.fault(index))
+
+
 class LeftOutRows:
     """Append to the list of a run, a file that all ranks share. A row is listed once for each epoch and reason."""
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -115,6 +115,9 @@ class SampleError(VLPackError):
 
 class TooManyFailures(VLPackError):
     """Too many rows could not be read: the data must be broken, or a mount is gone."""
+
+    sources: Sequence[Any] = ()
+    """The `RowSource`s of the rows, if it was found before training, so that the rows can be listed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class LocalText:
         if not self._paths:
             raise DataError("there is no text file to read; give a path")
         self.name = ", ".join(map(str, self._paths))
+        if not any(path.stat().st_size for path in self._paths):
+            raise DataError(f"there is no document in {self.name}: the file is empty")
         self._documents = [document or (ROW if path.suffix.lower() == ".jsonl" else LINE) for path in self._paths]
         self._text_key = text_key
         self._place = [0, 0]  # file, byte

@@ -375,6 +375,19 @@ def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_pa
     assert out == ""
 
 
+def test_plan_of_nothing_lists_all_rows(bare_folder, tmp_path, capfd):
+    """CLI-9: in a list of its own, which lacks the lines of an earlier plan."""
+    data = write_jsonl(tmp_path / "rows.jsonl", [image_row([f"gone{n}.jpg"]) for n in range(3)])
+    (tmp_path / "failures.jsonl").write_text('{"id": "old:1", "reason": "file_missing", "epoch": null}\n')
+    argv = packed_argv(bare_folder, FAMILY, tmp_path / "out", dataset=data)
+    assert run_here(["plan", *argv, "--failures", tmp_path / "failures.jsonl"]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("vlpack plan: none of the 3 rows can be packed (file_missing 3); the first is ")
+    assert last.endswith(f"; all of them are listed in {tmp_path / 'failures.jsonl'}")
+    listed = [json.loads(line)["id"] for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert listed == ["rows:0", "rows:1", "rows:2"]
+
+
 def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capfd):
     """CLI-14: tests run without one; and a model that is not there is no mistake in the options either way."""
     argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")

@@ -116,3 +116,12 @@ def test_what_cannot_share_is_refused(flags, message, dataset, small_folder, tmp
     options(packing_share="media", packing_length=1024)
     with pytest.raises(ConfigError, match=message):
         run(small_folder(FAMILY), dataset, tmp_path / "run", **flags)
+
+
+def test_targets_alone_share_nothing_and_that_is_said(dataset, small_folder, tmp_path, options, monkeypatch):
+    """SHARE-49: under `--loss_scale all` there is no token before the first target."""
+    said = []
+    monkeypatch.setattr("swift_vlpack.host.pipeline.logger.warning", said.append)
+    options(packing_share="media", packing_length=1024, packing_verify="false")
+    run(small_folder(FAMILY), dataset, tmp_path / "run", loss_scale="all", max_steps=1)
+    assert "shares nothing under --loss_scale all: every token is a target" in "\n".join(map(str, said))

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -203,6 +204,69 @@ def test_what_ms_swift_refuses_while_it_reads_its_options_is_one_line(model, sai
         SftArguments(model=model, dataset=["owner/name"], packing=True, external_plugins=[str(tmp_path / "mine.py")])
     sys.excepthook(raised.type, raised.value, raised.tb)
     assert shown == ["traceback"]
+
+
+TUNER = """
+from swift.tuner_plugin import PeftTuner, tuners_map
+class Mine(PeftTuner):
+    @staticmethod
+    def prepare_model(args, model):
+        return {}["a bug of mine"]
+tuners_map["mine"] = Mine
+"""
+IN_STAGES = {
+    "module": (
+        {"tuner_type": "lora", "target_modules": "q_projj"},
+        "cannot make the tuner: Target modules {'q_projj'} not found in the base model",
+    ),
+    "bf16": ({"bf16": "true", "torch_dtype": "bfloat16"}, "refuses the options: Your setup doesn't support bf16/gpu"),
+    "package": ({"deepspeed": "zero2"}, "refuses the options: No package metadata was found for "),
+    "flash": ({"attn_impl": "flash_attention_2"}, "cannot load the model: FlashAttention2 has been toggled on"),
+    "optimizer": ({"optim": "lomo"}, "cannot make the optimizer: You need to install"),
+    "a bug": ({"tuner_type": "mine", "external_plugins": [plugin_path(), "mine.py"]}, None),
+}
+
+
+@pytest.mark.parametrize("mistake", IN_STAGES)
+def test_error_while_ms_swift_makes_model_tuner_and_trainer_is_one_line(mistake, small_folder, tmp_path, monkeypatch):
+    """CLI-12: in plain `swift sft`, and for what no check can know; code of the user keeps its traceback."""
+    given, said = IN_STAGES[mistake]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(TUNER)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("swift.utils.utils._external_files", [], raising=False)
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append("traceback"))
+    monkeypatch.setattr(sys, "__stderr__", SimpleNamespace(write=shown.append, flush=lambda: None))
+    quiet_mistakes()
+    data = write_jsonl(tmp_path / "rows.jsonl", [text_row(f"question {n}") for n in range(8)])
+    flags = packed_argv(small_folder("qwen2_5_vl"), "qwen2_5_vl", tmp_path / "out", dataset=data, max_steps=1, **given)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - of any library
+        train(flags)
+    with nullcontext() if said is None else pytest.raises(SystemExit, match="2"):
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    text = "".join(shown)
+    assert text == "traceback" if said is None else text.startswith(f"swift_vlpack: ms-swift {said}"), text
+
+
+def test_full_disk_is_one_line_with_the_path():
+    """CLI-12: the host writes a checkpoint, in Python or as safetensors does."""
+    code = "def save(save_directory):\n    {}\nsave('out/checkpoint-4')"
+    said = "swift_vlpack: the disk is full, out/checkpoint-4 cannot be written: "
+    status, text = uncaught(code.format("file = open('/dev/full', 'wb', buffering=0); file.write(b'a')"))
+    assert (status, text) == (2, f"{said}[Errno 28] No space left on device\n")
+    error = "Error while serializing: I/O error: No space left on device (os error 28)"
+    assert uncaught(code.format(f"raise Exception('{error}')")) == (2, f"{said}{error}\n")
+
+
+def test_control_characters_of_a_name_never_reach_the_log():
+    """CLI-12 CLI-13"""
+    code = "import logging; join_log(); logging.getLogger('swift_vlpack.rows.a').warning('%s', 'a\\x1b[31mb.jpg')\n"
+    status, text = uncaught(f"{code}raise ConfigError('no c\\x1b[0m.jpg')")
+    assert status == 2
+    assert "a\u241b[31mb.jpg" in text
+    assert text.endswith("swift_vlpack: no c\u241b[0m.jpg\n")
+    assert "\x1b" not in text
 
 
 def test_interrupt_says_nothing():

@@ -11,6 +11,7 @@ from swift_vlpack.plan.epoch import Recipe, pack_epoch, plan_epoch, saved_digest
 from swift_vlpack.plan.mix import Mix, Source
 from swift_vlpack.plan.same_steps import (
     IN_NO_STEP,
+    KeptSteps,
     UnpackedRows,
     UnpackedStep,
     deal,
@@ -102,6 +103,7 @@ def test_steps_are_told_in_sequences_and_padding_saved():
     batch = in_order(6, size)
     packs = pack_steps(lengths, batch, size, config=config(), num_ranks=2)
     assert kept_steps(packs, batch, size) == (4, 2.0, round(1 - 190 / 240, 4))
+    assert str(KeptSteps(1, 1.0, 0.0)).startswith("the same 1 sample as un-packed, in ")
     one_rank = pack_steps(lengths, batch, size, config=config(), num_ranks=1)
     assert kept_steps(one_rank, batch, size).num_sequences == 1.5, "one sequence of 80, then 70 and 40 in two"
     assert str(kept_steps(one_rank, batch, size)) == (

@@ -1,6 +1,8 @@
 """Rows that cannot be encoded: one counted reason each, in a pass and in training."""
 
+import json
 import logging
+import os
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import pytest
 from swift_vlpack.errors import DataError
 from swift_vlpack.lengths import failures
 from swift_vlpack.rows.encoder import RowEncoder
-from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.samples import SampleId, TooManyFailures
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant, warnings_of, with_lengths
 from tests.host.rows.test_faults import bad_rows
@@ -124,10 +126,18 @@ def test_strict_training_stops_at_the_first_bad_row(small_folder, tmp_path, opti
 
 
 def test_training_on_nothing_is_one_clear_error(small_folder, tmp_path, options):
-    """LEN-11"""
-    path = write_jsonl(tmp_path / "rows.jsonl", [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(3)])
-    with pytest.raises(DataError, match="none of the 3 rows can be packed; the log has the reasons"):
+    """LEN-11 DATA-16: with the counts, the first row, the folder of relative paths, and a list of all rows."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [image_row([f"gone{n}.jpg"]) for n in range(3)])
+    with pytest.raises(TooManyFailures) as refused:
         train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path))
+    listed = tmp_path / "out" / "vlpack" / "left_out.jsonl"
+    here = os.getcwd()
+    assert str(refused.value) == (
+        f"none of the 3 rows can be packed (file_missing 3); the first is {path}:1: no such file: {here}/gone0.jpg "
+        f"(images[0] is 'gone0.jpg'); relative paths are looked for in {here}; all of them are listed in {listed}"
+    )
+    lines = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [(line["id"], line["where"]) for line in lines] == [(f"rows:{n}", f"{path}:{n + 1}") for n in range(3)]
 
 
 def test_rows_with_more_tags_than_media_are_counted_and_are_as_training_has_them(template, tmp_path, monkeypatch):

@@ -176,3 +176,10 @@ def test_a_missing_path_that_could_be_base64_is_a_missing_file(template):
         assert error.reason == "file_missing"
         assert path in error.detail
     assert fault_of(ValueError("x"), image_row(["iVBORw0KGgo" * 9])).reason == "encode_failed", "content is no path"
+
+
+def test_number_as_answer_is_named(template):
+    """LEN-11: as a column of a .csv file gives it, which has nothing but numbers."""
+    error = failure(template, text_row(answer=7))
+    assert error.reason == "encode_failed"
+    assert "a message is the number 7, not a text: write a .jsonl file, with it in quotes" in error.detail
