@@ -314,7 +314,8 @@ def test_package_is_no_longer_than_its_spec_says():
 def test_what_is_gone_is_in_the_changelog_and_the_table_of_what_was_given_up_is_short():
     """ARCH-13"""
     changes = (ROOT / "CHANGELOG.md").read_text()
-    assert [written for written in GONE if written.removeprefix("vlpack ") not in changes] == []
+    words = {written: written.removeprefix("vlpack ").replace("=", " ").split() for written in GONE}
+    assert [written for written, parts in words.items() if any(part not in changes for part in parts)] == []
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = page.partition("## What was given up")[2].partition("\n## ")[0]
     assert 10 < sum(line.startswith("|") for line in table.splitlines()) <= 30

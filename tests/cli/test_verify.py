@@ -57,8 +57,8 @@ def verify(small_folder, data, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path):
-    """CLI-16 CLI-17 CLI-19: remembered lengths that something made wrong behind their key, too."""
+def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, never_again):
+    """CLI-16 CLI-17 CLI-19: remembered lengths that are wrong, where a start has not looked at them again."""
     code, report, said = verify()
     assert code == 0, said[-3000:]
     assert report["holds"] is report["isolation"]["holds"] is report["lengths"]["holds"] is True

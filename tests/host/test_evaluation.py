@@ -253,7 +253,7 @@ def test_every_pair_of_options_evaluates_or_is_refused_at_the_start(number, smal
     """TRAIN-5 TRAIN-6: a refusal names both options, and the run goes on without one of them."""
     run, defaults = dict(RUNS[number]), {name: values[0] for name, values in (OURS | EVALUATION).items()}
     if run["predict_with_generate"] == "true":  # which fails beside these in ms-swift too
-        run |= {"enable_channel_loss": "false", "prediction_loss_only": "false"}
+        run |= {"enable_channel_loss": "false", "prediction_loss_only": "false", "eval_accumulation_steps": "none"}
     channel = {"channel": "a"} if run["enable_channel_loss"] == "true" else {}
     rows = [{**text_row(f"question {n}", "word " * (3 + n)), **channel} for n in range(NUM_ROWS)]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)

@@ -93,7 +93,6 @@ def bad_rows(folder):
         (text_row(answer="word " * 5000), "over_max_length"),
         ({"messages": "no list"}, "encode_failed"),
         (text_row(PASTED), "media_tokens"),
-        (image_row([good], f"what is this? {PASTED}"), "media_tokens"),
     ]
 
 
@@ -120,6 +119,12 @@ def test_image_of_which_nothing_is_left_has_one_reason_by_its_header_and_by_its_
     noise(1900, 28).save(tmp_path / "thin.png")
     for one in (template, pixel_free(template)):
         assert failure(one, image_row([str(tmp_path / "thin.png")])).reason == "aspect_ratio"
+
+
+def test_token_of_an_image_that_was_pasted_beside_an_image_has_none(template, tmp_path):
+    """LEN-11"""
+    error = failure(template, image_row([photo(tmp_path, "good", 60, 40)], f"what is this? {PASTED}"))
+    assert error.reason == "media_tokens"
 
 
 def test_malformed_entries_are_shown(template, tmp_path):
