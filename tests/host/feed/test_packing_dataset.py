@@ -308,9 +308,7 @@ def test_plan_is_a_function_of_seed_and_epoch(template):
 def test_nothing_to_pack_is_an_error_that_says_so(template, tmp_path):
     """DATA-6 DATA-7"""
     missing = [image_row([str(tmp_path / f"{n}.jpg")]) for n in range(3)]
-    with pytest.raises(
-        TooManyFailures, match=r"none of the 3 rows can be packed \(file_missing 3\); the first is"
-    ):
+    with pytest.raises(TooManyFailures, match=r"none of the 3 rows can be packed \(file_missing 3\); the first is"):
         packed(missing, template)
     with pytest.raises(DataError, match=r"no pack; all 3 rows were left out: .*oversize"):
         packed(texts(3, 300), template, packing_allow_single_long=False)
