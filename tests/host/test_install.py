@@ -168,6 +168,8 @@ def test_mistake_is_one_line_and_a_bug_keeps_its_traceback():
     for code in ("{}['a']", "raise DataError('odd') from KeyError('a')"):
         status, said = uncaught(code)
         assert (status, "Traceback" in said, "KeyError: 'a'" in said) == (1, True, True)
+    status, said = uncaught("raise TimeoutError('a rank')")  # no hub was asked
+    assert (status, said.splitlines()[-1]) == (1, "TimeoutError: a rank")
 
 
 @pytest.mark.parametrize(
