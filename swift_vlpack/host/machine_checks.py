@@ -56,7 +56,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 def check_machine(options: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Raise for a training run that cannot start on this machine. `options` are ms-swift's, by name."""
     for name, pattern, what in _OF_TORCHRUN:
-        if name in environ and not re.fullmatch(pattern, environ[name]):
+        if name in environ and not re.fullmatch(pattern, environ[name].strip()):
             raise ConfigError(f"the variable {name} must be {what}, got {environ[name]!r}")
     for option, value, package, modules in _PACKAGES:
         if _has(options.get(option), value) and not any(map(is_installed, modules)):

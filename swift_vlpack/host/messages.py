@@ -165,8 +165,8 @@ def _stage(error: BaseException, trace: TracebackType | None) -> tuple[str, list
         if module.startswith(_STAGES[0][0]) and own is not None:
             adapters = getattr(own, "adapters", None) or ()
             names = [str(name) for name in (getattr(own, "model", None), *adapters) if name]
-    is_refused = isinstance(error, (*_OF_INPUT, *_OF_LIBRARY)) and inside and _is_of_library(inside)
-    return (what or "refuses the options", names) if is_refused or is_of_network(error) else None
+    is_of_input = isinstance(error, (*_OF_INPUT, *_OF_LIBRARY)) and _is_of_library(inside) if what else False
+    return (what, names) if is_of_input or (what and is_of_network(error)) else None
 
 
 def _full_disk(error: BaseException, trace: TracebackType | None) -> str | None:

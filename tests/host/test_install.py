@@ -14,7 +14,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.host import seam
 from swift_vlpack.host.install import activate, deactivate, install
 from swift_vlpack.host.launch import plugin_path
-from swift_vlpack.host.messages import quiet_mistakes
+from swift_vlpack.host.messages import Refused, quiet_mistakes, said_by_swift
 from swift_vlpack.host.seam import UnsupportedSwift, check_seam
 from tests.data_rows import text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
@@ -168,6 +168,8 @@ def test_mistake_is_one_line_and_a_bug_keeps_its_traceback():
     for code in ("{}['a']", "raise DataError('odd') from KeyError('a')"):
         status, said = uncaught(code)
         assert (status, "Traceback" in said, "KeyError: 'a'" in said) == (1, True, True)
+    status, said = uncaught("raise TimeoutError('a rank')")  # no hub was asked
+    assert (status, said.splitlines()[-1]) == (1, "TimeoutError: a rank")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +249,15 @@ def test_error_while_ms_swift_makes_model_tuner_and_trainer_is_one_line(mistake,
         sys.excepthook(raised.type, raised.value, raised.tb)
     text = "".join(shown)
     assert text == "traceback" if said is None else text.startswith(f"swift_vlpack: ms-swift {said}"), text
+
+
+def test_error_of_ms_swift_without_a_text_is_named_with_its_place():
+    """CLI-12"""
+    place = r"cannot load the data: AssertionError in tests\.host\.test_install\.test_error"
+    with pytest.raises(Refused, match=place), said_by_swift("cannot load the data"):
+        raise AssertionError
+    with pytest.raises(KeyError, match="mine"), said_by_swift("cannot load the data"):
+        raise KeyError("mine")
 
 
 def test_full_disk_is_one_line_with_the_path():
