@@ -182,11 +182,10 @@ def chosen_beside_quicker(lengths: Sequence[int], auto: Kernel, num_turns: int) 
     """
     sequence = sequence_with(tuple(accumulate(lengths, initial=0)))
     kernels = {"auto": auto, "segments": segments, "grouped": grouped}
-    weight = torch.randn_like(segments(sequence))
 
     def measure(kernel: Kernel) -> float:
         start = time.process_time()
-        results(sequence, kernel, weight)
+        results(sequence, kernel)
         return time.process_time() - start
 
     took = in_turns({name: partial(measure, kernel) for name, kernel in kernels.items()}, num_turns + 1)

@@ -1,18 +1,16 @@
-"""Choose the kernel for packed attention: the fastest that equals the reference on this device, or the requested one.
+"""Choose the kernel for packed attention: a right one on this device, or the requested one.
 
-Each kernel is tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
-numbers. Its results and gradients must equal those of `reference`, also on a sequence with shared prefixes if rows
-share prefixes. `segments` and `grouped` need not be timed, because the lengths of a sequence decide which of the two is
-quicker (`by_lengths`). If another kernel is right too, all of them are timed on a sequence like the run's own.
+Each kernel is tried with the heads and arguments of the model's own layers, on a short sequence of random numbers, in
+the run's data type and in float32. Its results and gradients must equal those of `reference`, also on a sequence with
+shared prefixes if rows share prefixes. `varlen` is taken where it is right. Else each sequence takes `segments` or
+`grouped` by its lengths (`by_lengths`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,78 +22,63 @@ from swift_vlpack.attention.packed_sequence import PackedSequence
 from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.plan.boundaries import ROOT, Boundaries
-from swift_vlpack.words import counted
 
-AUTO, DEFAULT, GROUPED = "auto", "segments", "grouped"
-CHOSEN_BY_LENGTHS = frozenset({DEFAULT, GROUPED})
-GAIN = 0.95
-"""Another kernel must take less than this share of the time of `segments`; smaller gains are measurement noise."""
+AUTO, SEGMENTS, GROUPED, VARLEN = "auto", "segments", "grouped", "varlen"
+TRIED_BY_AUTO = (SEGMENTS, GROUPED, VARLEN)
+"""`flex` is tried only where it is asked for: to compile it takes longer than all other trials together."""
 LENGTHS = (37, 1, 64, 33, 40, 5, 64)
 """Lengths of the samples on which a kernel must be right: equal, similar and different ones, and the shortest."""
 WITH_BRANCHES = Boundaries((37, 5, 1, 20, 18, 33, 12, 30, 31, 1, 9), (ROOT, 0, 0, 0, 0, ROOT, ROOT, 6, 6, ROOT, 9))
 """Boundaries on which a kernel must be right if rows share prefixes: longer and shorter ones than the window."""
 LONGEST_WINDOW = 16
 """Longest window or chunk when kernels are tried: shorter than most of `LENGTHS`, so that the window hides tokens."""
-WORK = {"cpu": 1e9, "cuda": 2e12}
-"""Most multiplications in a sequence that is timed, by device: about a tenth of a second. `LayerKind.affordable` makes
-the samples of a longer sequence shorter."""
-SECONDS, MOST_RUNS = 0.1, 4
-"""Timing of a kernel ends after this many seconds or runs, whichever comes first; the first run only warms it up."""
 
 _EXACT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The result of trying one kernel."""
-
-    seconds: float | None = None
-    """Time for forward and backward of all layers, if the kernel was timed."""
-    why_not: str = ""
-    """Why the kernel must not be used; empty if it may."""
-
-    @property
-    def is_right(self) -> bool:
-        """Tell whether the kernel may be used."""
-        return not self.why_not
 
 
 def choose(
     model: torch.nn.Module,
     forward: Callable[[], Any],
-    lengths: Sequence[int] | Boundaries,
     *,
+    shares_prefixes: bool = False,
     wanted: str = AUTO,
     results_of_all: OfAll = ALONE.results_of_all,
     kernels: Mapping[str, Kernel] = KERNELS,
 ) -> str:
     """Choose a kernel, let the model use it, and return a line for the log that names the kernel and the reason.
 
-    `forward` runs the model on any packed sequence, to record what its layers ask of attention. `lengths` are the
-    lengths of the samples in a typical sequence, or its boundaries: if they have prefixes, a kernel must be right there
-    too, else `segments` compute what has prefixes. `results_of_all` tries the kernels on every rank, and all ranks
-    choose the same one. Raises `ConfigError` if the wanted kernel cannot be used.
+    `forward` runs the model on any packed sequence, to record what its layers ask of attention. If sequences share
+    prefixes, a kernel must be right there too. `results_of_all` tries the kernels on every rank, and all ranks choose
+    the same one. Raises `ConfigError` if the wanted kernel cannot be used.
     """
-    typical = _boundaries(lengths)
     attention.use_kernel(model, segments)
-    if wanted == DEFAULT:
+    if wanted == SEGMENTS:
         return "attention vlpack: segments, as asked for"
-    names = list(kernels) if wanted == AUTO else [DEFAULT, wanted]
+    names = [name for name in TRIED_BY_AUTO if name in kernels] if wanted == AUTO else [wanted]
+    layouts = [Boundaries(LENGTHS), *([WITH_BRANCHES] if shares_prefixes else [])]
 
-    def measure() -> dict[str, Trial]:
-        kinds = layer_kinds(_calls(model, forward))
-        return _tried(kinds, typical, {name: kernels[name] for name in names}, is_asked_for=wanted != AUTO)
+    def try_all() -> dict[str, str]:
+        cases = [(kind, layout) for kind in layer_kinds(_calls(model, forward)) for layout in layouts]
+        return {name: _why_not(cases, kernels[name]) for name in names}
 
-    found = _slowest(results_of_all(measure))
-    chosen = _quickest(found) if wanted == AUTO else wanted
-    if found[chosen].why_not:
-        raise ConfigError(f"packing_attention={chosen}: the kernel {found[chosen].why_not}; set packing_attention=auto")
-    if wanted == AUTO and chosen in CHOSEN_BY_LENGTHS and GROUPED in found and found[GROUPED].is_right:
-        attention.use_kernel(model, by_lengths, by_lengths if typical.parents else segments)
-        return _line(f"{DEFAULT} or {GROUPED}", found, typical, "by the lengths of each sequence")
-    attention.use_kernel(model, kernels[chosen], kernels[chosen] if typical.parents else segments)
-    why = "as asked for" if wanted != AUTO else "the quickest that is equal to the reference"
-    return _line(chosen, found, typical, why)
+    # A kernel that one rank cannot use is used by no rank.
+    of_ranks = results_of_all(try_all)
+    why_not = {name: next(filter(None, (found[name] for found in of_ranks)), "") for name in names}
+    chosen = _first_right(why_not) if wanted == AUTO else wanted
+    if why_not[chosen]:
+        raise ConfigError(f"packing_attention={chosen}: the kernel {why_not[chosen]}; set packing_attention=auto")
+    others = "; ".join(f"{name} {why}" for name, why in why_not.items() if why)
+    others = f" ({others})" if others else ""
+    if wanted == AUTO and chosen == GROUPED:
+        attention.use_kernel(model, by_lengths, by_lengths if shares_prefixes else segments)
+        return f"attention vlpack: {SEGMENTS} or {GROUPED}, by the lengths of each sequence{others}"
+    attention.use_kernel(model, kernels[chosen], kernels[chosen] if shares_prefixes else segments)
+    return f"attention vlpack: {chosen}, {'equal to the reference' if wanted == AUTO else 'as asked for'}{others}"
+
+
+def _first_right(why_not: Mapping[str, str]) -> str:
+    """Return the first of `varlen` and `grouped` that may be used, else `segments`."""
+    return next((name for name in (VARLEN, GROUPED) if not why_not.get(name, "is not tried")), SEGMENTS)
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
@@ -135,97 +118,59 @@ class _Wrong(Exception):
     """Raised when a kernel gives another result than the reference."""
 
 
-def _tried(
-    kinds: Sequence[LayerKind], typical: Boundaries, kernels: Mapping[str, Kernel], *, is_asked_for: bool
-) -> dict[str, Trial]:
-    """Compare every kernel with the reference. Time those that are equal, unless the choice needs no stopwatch."""
-    found: dict[str, Trial] = {}
-    layouts = [Boundaries(LENGTHS), *([WITH_BRANCHES] if typical.parents else [])]
-    for name, kernel in kernels.items():
-        if name == "flex" and "varlen" in found and found["varlen"].is_right:
-            # Compiling flex takes longer than all other trials together, and varlen already runs on this device.
-            found[name] = Trial(why_not="was not compiled, as varlen does it")
-        else:
-            found[name] = _of(partial(_checked, [(kind, layout) for kind in kinds for layout in layouts], kernel))
-    right = [name for name, trial in found.items() if trial.is_right]
-    if is_asked_for or {*right} <= CHOSEN_BY_LENGTHS:
-        return found
-    return found | {name: _of(partial(_timed, kinds, typical, kernels[name])) for name in right}
-
-
-def _of(work: Callable[[], Trial]) -> Trial:
-    """Run a trial, and turn any exception into its reason: on an untested device a kernel may raise anything."""
+def _why_not(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> str:
+    """Say why a kernel must not be used, in one line; empty if it may. On an untested device it may raise anything."""
     try:
-        return work()
+        return _checked(cases, kernel)
     except Exception as error:
         why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
-        return Trial(why_not=why.splitlines()[0])
+        return why.splitlines()[0]
 
 
-def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> Trial:
-    """Compare the results for all kinds of layers with the reference. Raises `_Wrong` if one differs."""
+def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> str:
+    """Compare the results for all kinds of layers with the reference. Raises `_Wrong` if one differs.
+
+    Returns the reason if the kernel supports none of them; `segments` compute what it does not support.
+    """
     reasons = []
     for kind, layout in cases:
         sequence = kind.random(layout, LONGEST_WINDOW)
         try:
-            made = results(sequence, kernel)
+            _compare(sequence, kernel)
             if sequence.args.dropout != kind.call.args.dropout:
                 with _own_numbers():
                     kernel(kind.random(layout, LONGEST_WINDOW, with_dropout=True))
         except CannotDo as reason:
             reasons.append(str(reason))
             continue
-        if kernel is not segments:
-            expected = results(sequence, reference)
-            gap, of_segments = (largest_gap(expected, one) for one in (made, results(sequence, segments)))
-            if not gap <= tolerance(sequence.query.dtype, of_segments):
-                raise _Wrong(
-                    f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e})"
-                    + (", where rows share a prefix" if layout.parents else "")
-                )
-    return Trial(why_not=reasons[0] if len(reasons) == len(cases) else "")
+        if sequence.query.dtype in (torch.bfloat16, torch.float16):
+            _compare_in_float32(kind.random(layout, LONGEST_WINDOW, dtype=torch.float32), kernel)
+    return reasons[0] if len(reasons) == len(cases) else ""
 
 
-def _timed(kinds: Sequence[LayerKind], typical: Boundaries, kernel: Kernel) -> Trial:
-    """Add up the times of all layers; a layer that the kernel does not support counts with the time of `segments`."""
-
-    def or_segments(sequence: PackedSequence) -> torch.Tensor:
-        try:
-            return kernel(sequence)
-        except CannotDo:
-            return segments(sequence)
-
-    with _own_numbers():
-        longest = max(sum(end - start for start, end in sample) for sample in typical.samples)
-        sequences = [kind.random(kind.affordable(typical), longest, with_dropout=True) for kind in kinds]
-        taken = [fastest_run(sequence, or_segments) for sequence in sequences]
-    return Trial(sum(kind.num_layers * seconds for kind, seconds in zip(kinds, taken, strict=True)))
-
-
-def _slowest(of_ranks: Sequence[Mapping[str, Trial]]) -> dict[str, Trial]:
-    """Merge the trials of all ranks: keep the slowest time, and let a kernel that fails on one rank fail on all."""
-    merged = {}
-    for name in of_ranks[0]:
-        of_kernel = [found[name] for found in of_ranks]
-        unfit = [trial for trial in of_kernel if not trial.is_right]
-        merged[name] = unfit[0] if unfit else max(of_kernel, key=lambda trial: trial.seconds or 0.0)
-    return merged
+def _compare(sequence: PackedSequence, kernel: Kernel) -> None:
+    """Raise `_Wrong` if the kernel gives another result than the reference."""
+    made = results(sequence, kernel)
+    if kernel is segments:
+        return
+    expected = results(sequence, reference)
+    gap, of_segments = (largest_gap(expected, one) for one in (made, results(sequence, segments)))
+    if not gap <= tolerance(sequence.query.dtype, of_segments):
+        raise _Wrong(
+            f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e}) in "
+            f"{str(sequence.query.dtype).removeprefix('torch.')}"
+            + (", where rows share a prefix" if sequence.parents else "")
+        )
 
 
-def _quickest(found: Mapping[str, Trial]) -> str:
-    usable = {name: trial.seconds for name, trial in found.items() if trial.is_right and trial.seconds is not None}
-    best = min(usable, key=lambda name: usable[name], default=DEFAULT)
-    return best if best == DEFAULT or usable[best] < GAIN * usable.get(DEFAULT, float("inf")) else DEFAULT
-
-
-def _line(chosen: str, found: Mapping[str, Trial], typical: Boundaries, why: str) -> str:
-    """Write the log line: the kernel, the reason for it, and the time of each kernel or why it cannot be used."""
-    known = [f"{name} {trial.why_not}" for name, trial in found.items() if trial.why_not]
-    times = [f"{name} {1000 * trial.seconds:.1f} ms" for name, trial in found.items() if trial.seconds is not None]
-    if times:
-        sequence = f"{counted(len(typical.samples), 'sample')} of {typical.num_tokens} tokens"
-        known.insert(0, f"{', '.join(times)}, all layers forward and backward, {sequence}")
-    return f"attention vlpack: {chosen}, {why}" + (f" ({'; '.join(known)})" if known else "")
+def _compare_in_float32(sequence: PackedSequence, kernel: Kernel) -> None:
+    """Compare where limits are a thousand times smaller than in 16 bits. A kernel that refuses float32 passes."""
+    try:
+        _compare(sequence, kernel)
+    except _Wrong:
+        raise
+    except Exception:  # kernels of 16 bits refuse float32 with errors of many kinds
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +178,6 @@ class LayerKind:
     """A group of layers that call attention with the same sizes and arguments: one recorded call stands for all."""
 
     call: PackedSequence
-    num_layers: int
 
     def random(
         self,
@@ -242,17 +186,18 @@ class LayerKind:
         seed: int = 0,
         *,
         with_dropout: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> PackedSequence:
-        """Make the same call on random numbers, for samples of these lengths.
+        """Make the same call on random numbers, for samples of these lengths; in `dtype`, or in that of the call.
 
         Dropout is off unless asked for, because with it two correct kernels give different results.
         """
-        boundaries = _boundaries(lengths)
+        boundaries = lengths if isinstance(lengths, Boundaries) else Boundaries(tuple(lengths))
         num_tokens, ends = boundaries.num_tokens, boundaries.cu_seqlens
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> torch.Tensor:
-            made = torch.randn(*shape, generator=generator).to(self.call.query.device, self.call.query.dtype)
+            made = torch.randn(*shape, generator=generator).to(self.call.query.device, dtype or self.call.query.dtype)
             return made.requires_grad_()
 
         query, key, value = (
@@ -277,26 +222,13 @@ class LayerKind:
             parents=boundaries.parents,
         )
 
-    def affordable(self, typical: Boundaries) -> Boundaries:
-        """Scale the lengths down in proportion if the whole sequence would take too long."""
-        size = self.call.query.shape[1] * (self.call.query.shape[3] + self.call.value.shape[3])
-        rows = zip(typical.lengths, typical.starts_of_positions, strict=True)
-        work = 7 * size * sum(own * (prefix + own) for own, prefix in rows)  # two products forward, five backward
-        most = WORK.get(self.call.query.device.type, WORK["cuda"])
-        share = min(1.0, (most / max(1, work)) ** 0.5)
-        return Boundaries(tuple(max(1, int(length * share)) for length in typical.lengths), typical.parents)
-
-
-def _boundaries(lengths: Sequence[int] | Boundaries) -> Boundaries:
-    return lengths if isinstance(lengths, Boundaries) else Boundaries(tuple(lengths))
-
 
 def layer_kinds(calls: Sequence[PackedSequence]) -> list[LayerKind]:
     """Group the calls of a forward into kinds of layers."""
-    alike: dict[tuple[object, ...], list[PackedSequence]] = {}
+    alike: dict[tuple[object, ...], PackedSequence] = {}
     for call in calls:
-        alike.setdefault(_signature(call), []).append(call)
-    return [LayerKind(same[0], len(same)) for same in alike.values()]
+        alike.setdefault(_signature(call), call)
+    return [LayerKind(call) for call in alike.values()]
 
 
 def _signature(call: PackedSequence) -> tuple[object, ...]:
@@ -326,17 +258,16 @@ def reference(sequence: PackedSequence) -> torch.Tensor:
     return torch.cat(outputs, dim=1)
 
 
-def results(sequence: PackedSequence, kernel: Kernel, weight: torch.Tensor | None = None) -> list[torch.Tensor]:
+def results(sequence: PackedSequence, kernel: Kernel) -> list[torch.Tensor]:
     """Return the output of a kernel, and the gradients of query, key, value and sinks.
 
-    The gradients are of the sum of outputs times `weight`, which is random if not given.
+    The gradients are of the sum of outputs times random weights.
     """
     sinks = [] if sequence.args.sinks is None else [sequence.args.sinks]
     inputs = [sequence.query, sequence.key, sequence.value, *sinks]
     with torch.enable_grad():
         made = kernel(sequence)
-        if weight is None:
-            weight = torch.randn(made.shape, generator=torch.Generator().manual_seed(1)).to(made)
+        weight = torch.randn(made.shape, generator=torch.Generator().manual_seed(1)).to(made)
         gradients = torch.autograd.grad(made, inputs, weight)
     return [made.detach(), *gradients]
 
@@ -353,19 +284,3 @@ def largest_gap(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor])
 def tolerance(dtype: torch.dtype, of_segments: float) -> float:
     """Return the gap that rounding may cause: that of the data type, or twice the gap of `segments` on this device."""
     return max(_EXACT.get(dtype, _EXACT[torch.float32]), 2 * of_segments)
-
-
-def fastest_run(sequence: PackedSequence, kernel: Kernel, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Time a few runs, forward and backward, and return the seconds of the fastest; the first run only warms up."""
-    fastest, spent, num_runs = float("inf"), 0.0, 0
-    heads, size = sequence.query.shape[1], sequence.value.shape[3]
-    weight = sequence.value.new_ones(1, sequence.ends[-1], heads, size)
-    while num_runs < 2 or (spent < SECONDS and num_runs < MOST_RUNS):
-        start = clock()
-        results(sequence, kernel, weight)
-        if sequence.query.is_cuda:
-            torch.cuda.synchronize(sequence.query.device)
-        taken = clock() - start
-        fastest = min(fastest, taken) if num_runs else fastest
-        spent, num_runs = spent + taken, num_runs + 1
-    return fastest

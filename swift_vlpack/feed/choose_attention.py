@@ -17,7 +17,6 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.sequence import packed_sequence, placeholder
-from swift_vlpack.plan.report import typical_boundaries
 
 
 def choose_attention(
@@ -30,7 +29,7 @@ def choose_attention(
 ) -> str:
     """Choose the kernel by the option `packing_attention` of the packs. Returns a line with the kernel and the reason.
 
-    `auto` compares and times the kernels that this device has. The model may be wrapped. All ranks must call this
+    `auto` takes a kernel that is right on this device. The model may be wrapped. All ranks must call this
     function; `results_of_all` runs a function on each of them and returns all results to each. `forward_context` makes
     the context in which the trainer runs a forward, such as autocast.
     """
@@ -52,6 +51,5 @@ def choose_attention(
         with forward_context():
             model(**on_device(inputs, next(model.parameters()).device))
 
-    plan = packs.epoch_plan
-    typical = typical_boundaries(None if plan is None else plan.packs, packs.config)
-    return choose(model, forward, typical, wanted=wanted, results_of_all=results_of_all)
+    shares = packs.config.shares_media
+    return choose(model, forward, shares_prefixes=shares, wanted=wanted, results_of_all=results_of_all)

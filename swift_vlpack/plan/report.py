@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PAD_TO_LENGTH, PackingConfig
-from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.same_steps import KeptSteps
 from swift_vlpack.words import counted
@@ -257,43 +256,3 @@ def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConf
         f"({config.packing_length}) and alone in a sequence of twice as many tokens, or the next multiple: another "
         "shape. Raise packing_length, or leave such samples out by packing_allow_single_long=false"
     )
-
-
-def typical_boundaries(packs: Plan | None, config: PackingConfig) -> Boundaries:
-    """Return the boundaries of a sequence like those of a run: a pack in which samples share, or typical lengths.
-
-    Attention is tried and timed on this sequence, so if samples share, it must have prefixes and branches. `packs` is
-    None for a stream.
-    """
-    capacity = config.packing_length
-    if packs is None:
-        return Boundaries(typical_lengths((), capacity))
-    shared = np.broadcast_to(packs.shared_of_members, len(packs.members))
-    if not shared.any():
-        return Boundaries(typical_lengths(packs.lengths, capacity))
-    # The pack in the middle by how much its samples share.
-    in_packs = np.add.reduceat(np.append(shared, 0), packs.offsets[:-1]) * (packs.num_samples_per_pack > 0)
-    sharing = np.flatnonzero(in_packs)
-    number = int(sharing[np.argsort(in_packs[sharing], kind="stable")[len(sharing) // 2]])
-    return Boundaries.of_samples(packs.lengths[packs[number]].tolist(), packs.shared_in(number))
-
-
-def typical_lengths(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> tuple[int, ...]:
-    """Return the sample lengths of a typical sequence; four quarters of the capacity if no length is known.
-
-    Attention is timed on them, so they are spread like the lengths of the run. Samples longer than a sequence are left
-    out, because each of them is a sequence of its own.
-
-    >>> typical_lengths([10, 20, 30, 400], 100), typical_lengths([], 64)
-    ((10, 10, 20, 30, 30), (16, 16, 16, 16))
-    """
-    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
-    ordered = ordered[(ordered > 0) & (ordered <= capacity)]
-    if not len(ordered):
-        return (max(1, capacity // 4),) * 4
-    num_samples = max(1, int(capacity // ordered.mean()))
-    # Take the middle of each of `num_samples` equal parts: the shortest and longest lengths are rare.
-    places = (np.arange(num_samples) + 0.5) / num_samples * len(ordered)
-    chosen = ordered[places.astype(np.int64)]
-    fitting = np.cumsum(chosen) <= capacity
-    return tuple(chosen[fitting].tolist())

@@ -9,7 +9,7 @@ import transformers as T
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import masking_utils as of
 
-from swift_vlpack.attention import attention, choose_kernel, kernels, masks, packed_sequence
+from swift_vlpack.attention import attention, kernels, masks, packed_sequence
 from swift_vlpack.attention.attention import NAME, recorded_calls, segmented_attention
 from swift_vlpack.attention.choose_kernel import WITH_BRANCHES, choose, layer_kinds, reference, results
 from swift_vlpack.attention.kernels import by_flex, by_lengths, grouped, saves_calls, segments
@@ -383,34 +383,22 @@ def ignores_branches(sequence):
 def test_kernel_that_is_wrong_with_branches_is_not_used_for_them():
     """SHARE-23: in a run without them it is tried on flat sequences only, and used for these only."""
     model = built(mistral())
-    kernels = {"segments": slowed(segments), "flat": ignores_branches}
-    line = choose(model, forward_of(model), (30, 20, 8), kernels=kernels)
-    assert line.startswith("attention vlpack: flat, the quickest that is equal to the reference (")
+    kernels = {"segments": segments, "varlen": ignores_branches}
+    line = choose(model, forward_of(model), kernels=kernels)
+    assert line == "attention vlpack: varlen, equal to the reference"
     assert {*attention._kernels.values()} >= {ignores_branches}
     assert {attention._kernels_of_branches[module] for module in model.modules()} == {segments}
     assert max(compared(model, MIXED)) < 1e-5
-    line = choose(model, forward_of(model), Boundaries((30, 20, 8), (ROOT, 0, 0)), kernels=kernels)
-    assert line.startswith("attention vlpack: segments, the quickest that is equal to the reference (")
-    assert "flat differs from the reference by" in line
+    line = choose(model, forward_of(model), shares_prefixes=True, kernels=kernels)
+    assert line.startswith("attention vlpack: segments, equal to the reference (varlen differs from the reference by")
     assert "where rows share a prefix" in line
-    assert attention._kernels[model] is attention._kernels_of_branches[model] is kernels["segments"]
+    assert attention._kernels[model] is attention._kernels_of_branches[model] is segments
 
 
-def slowed(kernel):
-    def slow(sequence):
-        choose_kernel.time.sleep(0.01)
-        return kernel(sequence)
-
-    return slow
-
-
-def test_line_counts_the_rows_of_a_typical_sequence():
+def test_lengths_choose_the_kernel_of_branches_too():
     """SHARE-23"""
     model = built(gpt_oss())
-    typical = Boundaries((30, 20, 8, 40), (ROOT, 0, 0, ROOT))
-    line = choose(model, forward_of(model), typical, kernels={"segments": segments, "quick": grouped})
-    assert "3 samples of 98 tokens" in line
-    line = choose(model, forward_of(model), typical)
+    line = choose(model, forward_of(model), shares_prefixes=True)
     assert line.startswith("attention vlpack: segments or grouped, by the lengths of each sequence")
     assert {attention._kernels_of_branches[module] for module in model.modules()} == {by_lengths}
 

@@ -1,12 +1,10 @@
 """What a user is told about steps and lengths."""
 
-import random
-
 import numpy as np
 import pytest
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.plan.report import length_warning, long_sequence_warning, step_size, suggested_length, typical_lengths
+from swift_vlpack.plan.report import length_warning, long_sequence_warning, step_size, suggested_length
 
 
 def test_step_is_counted_packed_and_unpacked():
@@ -55,23 +53,3 @@ def test_rows_that_cannot_have_the_one_shape_are_warned_of():
     assert "packing_allow_single_long=false" in warning
     assert long_sequence_warning(tokens[:2], PackingConfig(packing_length=100, packing_pad_to="length")) is None
     assert long_sequence_warning(tokens, PackingConfig(packing_length=100, packing_pad_to=50)) is None
-
-
-def test_typical_lengths_fits_and_is_spread_as_the_samples_are():
-    """ATTN-9"""
-    rng = random.Random(0)
-    for _ in range(200):
-        lengths = [rng.choice((0, rng.randint(1, 50), rng.randint(1, 500))) for _ in range(rng.randint(1, 300))]
-        capacity = rng.choice((60, 300, 4096))
-        row = typical_lengths(lengths, capacity)
-        assert row
-        assert sum(row) <= capacity
-        assert set(row) <= set(lengths) - {0} or not any(0 < length <= capacity for length in lengths)
-    half = typical_lengths([10] * 500 + [90] * 500, 1000)
-    assert (half.count(10), half.count(90)) == (10, 10)
-
-
-def test_typical_lengths_where_no_length_is_known():
-    """ATTN-9"""
-    assert typical_lengths([], 1000) == typical_lengths([0, 5000], 1000) == (250,) * 4
-    assert typical_lengths([], 1) == (1,) * 4

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.plan.boundaries import ROOT, Boundaries
 from swift_vlpack.plan.epoch import Recipe, num_shared_anywhere, plan_epoch
 from swift_vlpack.plan.mix import Mix, Source
-from swift_vlpack.plan.report import plan_report, share_lines, sharing_report, typical_boundaries
+from swift_vlpack.plan.report import plan_report, share_lines, sharing_report
 from swift_vlpack.plan.same_steps import UnpackedStep
 from swift_vlpack.plan.units import Prefixes, Units, stand_together
 
@@ -214,18 +213,6 @@ def test_rows_that_share_nothing_are_planned_as_without_sharing():
             plan_epoch(recipe_of(rows, packing_share=share, **SET[share]), 0) for share in ("none", "media")
         )
         assert [*sequences_of(none)] == [*sequences_of(shared)]
-
-
-def test_attention_is_tried_on_a_pack_that_shares():
-    """SHARE-23"""
-    rows = np.array([(1, 50, 60, 1, 200)] * 4 + [(0, 0, 30, 0, 0)] * 9)
-    packs = plan_epoch(recipe_of(rows), 0).packs
-    typical = typical_boundaries(packs, packs.config)
-    assert typical.parents.count(ROOT) < len(typical.parents)
-    assert typical.num_tokens in packs.num_tokens_per_pack
-    alone = plan_epoch(recipe_of(rows[4:]), 0).packs
-    assert typical_boundaries(alone, alone.config) == Boundaries((30,) * 13)
-    assert typical_boundaries(None, PackingConfig(packing_length=400)) == Boundaries((100,) * 4)
 
 
 SET = {"none": {"packing_share_max": 16}, "media": {}}

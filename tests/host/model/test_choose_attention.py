@@ -1,47 +1,34 @@
 """The choice for a model, its template and its packs."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from swift_vlpack import PackingDataset, choose_attention
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.attention import NAME
-from swift_vlpack.attention.choose_kernel import choose
-from swift_vlpack.attention.kernels import by_lengths, grouped, segments
+from swift_vlpack.attention.kernels import by_lengths, grouped
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.use_attention import use_attention
-from swift_vlpack.plan.planner import plan
 from tests.data_rows import text_row
 
 
-def packs(lengths=None, **options):
+def packs(**options):
     """All that is asked of packs."""
-    of_epoch = None
-    if lengths is not None:
-        packs = plan([length or 1 for length in lengths], PackingConfig(packing_length=200))
-        of_epoch = SimpleNamespace(packs=replace(packs, lengths=np.array(lengths)))  # some cannot be encoded
-    return SimpleNamespace(config=PackingConfig(packing_length=200, **options), epoch_plan=of_epoch)
+    return SimpleNamespace(config=PackingConfig(packing_length=200, **options))
 
 
-def test_kernel_is_chosen_for_rows_like_those_of_the_run(tiny, monkeypatch):
+def test_kernel_is_chosen_by_the_option(tiny):
     """ATTN-9"""
     loaded = tiny("qwen2_5_vl")
-    line = choose_attention(loaded.model, loaded.template, packs([50, 50, 0, 300, 50]))
+    line = choose_attention(loaded.model, loaded.template, packs())
     assert line.startswith("attention vlpack: segments or grouped, by the lengths of each sequence")
     assert attention._kernels[loaded.model] is by_lengths
     line = choose_attention(loaded.model, loaded.template, packs(packing_attention="grouped"))
     assert line == "attention vlpack: grouped, as asked for"
     assert attention._kernels[loaded.model] is grouped
-    another = partial(choose, kernels={"segments": segments, "another": grouped})  # of a device that has more kernels
-    monkeypatch.setattr("swift_vlpack.feed.choose_attention.choose", another)
-    line = choose_attention(loaded.model, loaded.template, packs([50, 50, 0, 300, 50]))
-    assert "4 samples of 200 tokens" in line
-    assert "4 samples of 200 tokens" in choose_attention(loaded.model, loaded.template, packs())
     choose_attention(loaded.model, loaded.template, packs(packing_attention="segments"))
 
 
