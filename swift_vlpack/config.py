@@ -161,7 +161,7 @@ class PackingConfig:
     packing_attention: str = _option(
         "auto",
         "how attention is computed: sample by sample (segments), samples of similar length together (grouped), or by "
-        "one kernel for the whole sequence on CUDA (varlen, flex); auto takes varlen where it is right, else by lengths",
+        "one kernel for the whole sequence on CUDA (varlen, flex); auto takes varlen if it is right",
         ("auto", "segments", "grouped", "varlen", "flex"),
         decides=_OF_RUN,
     )

@@ -24,6 +24,7 @@ from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, with_fewer_targets
 from swift_vlpack.feed.waiting import is_of_collective
+from swift_vlpack.host.proof import model_of
 from swift_vlpack.proof.choose_samples import short_samples
 from swift_vlpack.proof.perturb import replaced
 from swift_vlpack.proof.prove import is_ordinary_token
@@ -165,7 +166,7 @@ def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
     device = trainer.accelerator.device
     pack = packed_samples(samples, 0, 0, trainer.feed.config, ())
     inputs = to_device(trainer.data_collator.sequence(pack), device)
-    model = getattr(trainer, "model_wrapped", None) or trainer.model
+    model = model_of(trainer)
     with layout(trainer.template, packed=True), trainer.template.forward_context(trainer.model, inputs):
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():

@@ -141,4 +141,5 @@ def attention_of(trainer: Any) -> str:
 
 def model_of(trainer: Any) -> Any:
     """Return the model as it will train, with its wrappers."""
-    return getattr(trainer, "model_wrapped", None) or trainer.model
+    wrapped = getattr(trainer, "model_wrapped", None)
+    return trainer.model if wrapped is None else wrapped  # a compiled model has no truth value
