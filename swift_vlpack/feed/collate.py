@@ -19,7 +19,7 @@ from swift_vlpack.attention.prepare import check_ready
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.feed.transport import Buffers, end_with_the_trainer, num_bytes_of
-from swift_vlpack.rows.contents import num_vision_tokens
+from swift_vlpack.rows.contents import NO_LABEL, num_vision_tokens
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, PackedSamples, PackRecord
@@ -107,7 +107,8 @@ class Collator:
             sequence = packed_sequence(self.template, self._copies(pack), name, multiple=multiple)
         if record is not None:
             num_vision = num_vision_tokens(self.template, sequence)
-            record = record.in_sequence_of(sequence["input_ids"].shape[-1], num_vision)
+            num_targets = int((sequence["labels"][..., 1:] != NO_LABEL).sum())  # nothing predicts the first token
+            record = record.in_sequence_of(sequence["input_ids"].shape[-1], num_vision, num_targets)
         return self._batch(sequence, record)
 
     def _copies(self, samples: Sequence[Encoded]) -> list[Encoded]:

@@ -27,7 +27,7 @@ from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.sequence import layout
-from swift_vlpack.feed.sequence_loss import MeanOfStep, num_targets, weigh_samples
+from swift_vlpack.feed.sequence_loss import MeanOfStep, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
 from swift_vlpack.host.checkpoint_files import Records, recorded
@@ -53,6 +53,7 @@ from swift_vlpack.host.state import (
     save_rank_state,
     save_state,
 )
+from swift_vlpack.host.step_check import StepCheck
 from swift_vlpack.host.tower import refuse_unlike_media, tolerate_packs_without_images, towers_skipped
 from swift_vlpack.host.voting import Ranks, leave_at_exit
 from swift_vlpack.host.weights import load_renamed
@@ -81,7 +82,7 @@ class PackingTrainer(EvaluatesRows):
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
         self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
-        self._supervised: Any = 0  # tokens of this rank's steps since the last log line, on the device
+        self.step_check = StepCheck(self)
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self._own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
@@ -129,8 +130,7 @@ class PackingTrainer(EvaluatesRows):
         if not batches:
             return batches, num_items
         self._refuse_to_wait(batches, "train")
-        # Leave the number on the device: to read it would wait for the device, and only log lines need it.
-        self._supervised += torch.stack([num_targets(batch["labels"]) for batch in batches]).sum()
+        self.step_check.begin(batches)
         if not self.is_first_batch_proved:
             self.is_first_batch_proved = True
             said = prove_first_batch(self, batches, num_items)
@@ -166,16 +166,16 @@ class PackingTrainer(EvaluatesRows):
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, model: Any, inputs: Batch | WholeStep, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Batch | WholeStep, num_items_in_batch: Any = None) -> torch.Tensor:
         """Train one pack, or all packs of a step. A pack counts when its optimizer step is taken."""
         if isinstance(inputs, WholeStep):
-            return inputs.trained(self, partial(self.training_step, model), model, *args, **kwargs)
+            return inputs.trained(self, partial(self.training_step, model), model, num_items_in_batch)
         record = inputs.record
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
         self._own_lengths = (*record.own_lengths, record.num_padding) if record.shared else ()
-        with layout(self.template, packed=True):
-            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        with layout(self.template, packed=True), self.step_check.sequence():
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.events.trained(record)
         return loss
 
@@ -200,6 +200,7 @@ class PackingTrainer(EvaluatesRows):
         """Count the packs whose optimizer step has just been taken."""
         records, counts = self.events.take_step(self.state.global_step + 1)
         self.feed.consumed(records)
+        self.step_check.end()
         for record in records:
             self._show(record)
         self._show_share("pack/padding_saved", counts.num_padding_saved, counts.num_tokens_unpacked)
@@ -226,6 +227,8 @@ class PackingTrainer(EvaluatesRows):
     ) -> Any:
         """Compute ms-swift's loss. It is 0 for a sequence without a target, where a mean would be NaN."""
         labels = inputs.get("labels")
+        if self.model.training:
+            self.step_check.divide(num_items_in_batch)
         if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
@@ -247,10 +250,9 @@ class PackingTrainer(EvaluatesRows):
         """Add speed and targets to a log line. In the last line, count samples a second; ms-swift counts packs."""
         self.events.note_steps(self.state.global_step)
         if "loss" in logs and (counts := self.events.since_line()) is not None:
-            supervised = self._over_ranks(self._supervised)
+            supervised = self.step_check.targets_since_line()
             logs["pack/tokens_per_second"] = round(counts.num_tokens / max(counts.seconds, 1e-3), 1)
-            logs["pack/supervised_tokens"] = round(float(supervised) / counts.num_steps, 1)
-            self._supervised = 0
+            logs["pack/supervised_tokens"] = round(supervised / counts.num_steps, 1)
         if "train_samples_per_second" in logs:
             logs["train_samples_per_second"] = round(self.events.of_run.num_packed / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)

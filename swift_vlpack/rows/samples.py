@@ -140,6 +140,8 @@ class PackRecord:
     """Padding tokens after the samples, a segment of their own; known once the sequence is made."""
     num_vision_tokens: int = field(default=0, compare=False)
     """Tokens that stand for images, videos and sounds; known once the sequence is made."""
+    num_targets: int = field(default=0, compare=False)
+    """Tokens that the loss predicts; known once the sequence is made."""
     shared: tuple[int, ...] = ()
     """The tokens that each sample shares with the one before it; empty if none does."""
     num_apart: int = 0
@@ -168,10 +170,10 @@ class PackRecord:
         """Tokens of the sequence, without padding."""
         return sum(self.own_lengths)
 
-    def in_sequence_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
+    def in_sequence_of(self, num_tokens: int, num_vision_tokens: int, num_targets: int) -> PackRecord:
         """Return the record with the numbers that are known once the sequence is made."""
         num_padding = num_tokens - self.num_tokens if self.sequence_multiple > 1 else 0
-        return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
+        return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens, num_targets=num_targets)
 
     def count_in(self, counts: Counts) -> None:
         """Add a trained pack to the counts. A pack without samples, which only completes a step, is not counted."""
