@@ -31,6 +31,7 @@ GONE = {
     "vlpack inspect --emptiest": _CHOOSE,
     "vlpack inspect --loss_spikes": _SPIKES,
     "vlpack inspect --loss-spikes": _SPIKES,
+    "vlpack inspect --html_mb": "a page takes packs up to 20 MB; choose them by --epoch, --pack, --step or --sample",
     **{f"vlpack cache {flag}": _CLEAR for flag in ("--source", "--template", "--model_type", "--older-than")},
 }
 

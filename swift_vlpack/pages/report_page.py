@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from swift_vlpack.pages.page import page, subject
 from swift_vlpack.pages.report import Report, Section, grouped, percent, sections, state
-from swift_vlpack.pages.safe_text import without_home
+from swift_vlpack.pages.safe_text import texts_changed, without_home
 
 Point = tuple[float, float | None]
 WIDTH, LEFT, TOP, BOTTOM = 420, 66, 12, 132
@@ -41,19 +40,11 @@ def report_page(report: Report) -> str:
     """Return the page. Paths are relative to the run's parent folder, because pages are read on other machines."""
     folder = Path(report["folder"]).resolve()
     name = subject(report["run"]["model"], report["sources"])
-    report = _without_place(report, f"{folder.parent}/" if folder.parent.name else "")
+    above = f"{folder.parent}/" if folder.parent.name else ""
+    report = texts_changed(report, lambda text: without_home(text.replace(above, "")))
     parts = [f"<p>{escape(state(report))}</p>", _tiles(report), _lines(report)]
     parts += [_section(section) for section in sections(report)]
     return page(f"Report: {name} ({folder.name})" if name else f"Report: {folder.name}", "\n".join(parts), STYLE)
-
-
-def _without_place(value: Any, above: str) -> Any:
-    """Remove the path above the run's folder from every text of the report, and write home folders as `~`."""
-    if isinstance(value, str):
-        return without_home(value.replace(above, ""))
-    if isinstance(value, Mapping):
-        return {name: _without_place(one, above) for name, one in value.items()}
-    return [_without_place(one, above) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _tiles(report: Report) -> str:
