@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift_vlpack.cli.lines import labelled
+from swift_vlpack.cli.lines import labelled, table
 from swift_vlpack.plan.report import about_step, nothing_packed, share_lines, without_target
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
@@ -89,18 +89,18 @@ def _about_cutting(cut: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Describe the data: a table of the sources, then lengths and images."""
-    width = max(len("source"), *map(len, report["sources"]))
     asked = ", ratios are shares of tokens" if report["ratio_by"] == "tokens" else ""
     lines = [("data", f"{counted(report['rows'], 'row')} in {counted(len(report['sources']), 'source')}{asked}")]
-    lines.append(("", f"{'source':<{width}}  {'rows':>9}  {'ratio':>6}  {'asked':>7}  {'samples':>7}  {'tokens':>7}"))
-    lines += [
+    rows = [
         (
-            "",
-            f"{name:<{width}}  {source['rows']:>9}  {source['asked_ratio']:>6g}  {source['asked_share']:>7.1%}  "
-            f"{source['share_of_samples']:>7.1%}  {source['share_of_tokens']:>7.1%}",
+            name,
+            str(source["rows"]),
+            f"{source['asked_ratio']:g}",
+            *(f"{source[of]:.1%}" for of in ("asked_share", "share_of_samples", "share_of_tokens")),
         )
         for name, source in report["sources"].items()
     ]
+    lines += [("", line) for line in table(("source", "rows", "ratio", "asked", "samples", "tokens"), rows)]
     unreadable = f"{counted(sum(report['unreadable'].values()), 'row')} ({by_reason(report['unreadable'])})"
     if report["failures_file"]:
         what = "" if report["unreadable"] else " what is left out for other reasons is"
