@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.lines import size, table
 from swift_vlpack.config import chosen_options
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.lengths.cache_folder import Remembered, lengths_folder, remembered_in, removed, shared_files
+from swift_vlpack.lines import size, table
 from swift_vlpack.words import counted
 
 SECONDS_A_DAY = 86400

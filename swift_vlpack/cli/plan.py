@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
-from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.config import PackingConfig, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.launch import checked_num_ranks
@@ -29,6 +28,7 @@ from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.left_out import listed
+from swift_vlpack.runlog.plan_text import plan_text
 from swift_vlpack.words import by_reason, counted
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.lines import labelled, table
 from swift_vlpack.host.path_checks import check_file
+from swift_vlpack.lines import labelled, table
 from swift_vlpack.pages.page import write_page
 from swift_vlpack.pages.report import Report, sections
 from swift_vlpack.pages.report_page import report_page

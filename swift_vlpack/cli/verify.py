@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
-from swift_vlpack.cli.lines import labelled, listed
 from swift_vlpack.errors import AttentionError, BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.json_lines import with_numbers
+from swift_vlpack.lines import labelled, listed
 from swift_vlpack.words import counted
 
 if TYPE_CHECKING:

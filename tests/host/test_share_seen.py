@@ -11,12 +11,12 @@ import pytest
 from swift_vlpack.cli.inspect import inspect_text
 from swift_vlpack.cli.inspect_run import InspectRequest, look
 from swift_vlpack.cli.plan import training_report
-from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.host.run import run_of
 from swift_vlpack.pages.report import sections
 from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.runlog.folder import find_run
+from swift_vlpack.runlog.plan_text import plan_text
 from swift_vlpack.runlog.report import run_report
 from tests.data_rows import image_row, sentence, text_row, write_jsonl
 from tests.environment import packing_options, packing_variables, restored_environment
