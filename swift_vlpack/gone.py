@@ -25,6 +25,7 @@ GONE = {
     "packing_strategy=window": "packing_overflow=split with packing_strategy=exact fills packs as well, and "
     "swift_vlpack.text lays documents end to end",
     "vlpack schema --stream": "a stream of text is made in Python, by TextStream and FixedBatches of swift_vlpack.text",
+    "vlpack schema --output": "the schema is printed: write `> FILE` after the command",
     "vlpack completion": "the options are in `vlpack sft --help` and, for editors, in `vlpack schema`",
     "vlpack inspect --random": _CHOOSE,
     "vlpack inspect --longest": _CHOOSE,
