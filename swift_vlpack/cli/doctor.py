@@ -168,20 +168,16 @@ def advice_on(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def doctor_text(report: Mapping[str, Any]) -> str:
     """Write the report for a reader."""
-    required, found = report["packages"], report["imported"]
-    swift = required.get("ms-swift", {"version": None, "wanted": "", "fits": False})
-    if swift["version"] is None:
-        about_swift = "not installed: nothing can be trained here; `vlpack plan --lengths` and `vlpack cache` work"
-    else:
-        where = {True: "in", False: "not in", None: "to be compared with"}[swift["fits"]]
-        about_swift = f"{swift['version']}, {where} the supported range {swift['wanted']}"
-    if found.get("swift_problem") is None and "seam" in found:
-        about_swift += f"; all {found['seam']} places that packing relies on are there"
-    others = [f"{name} {package['version'] or '-'}" for name, package in required.items() if name != "ms-swift"]
+    found = report["imported"]
+    shown = [
+        f"{name} {package['version'] or 'is missing'}" + (f" ({package['wanted']})" if package["wanted"] else "")
+        for name, package in report["packages"].items()
+    ]
+    seams = f"all {found['seam']} places in ms-swift that packing relies on are there" if found.get("seam") else "-"
     lines = [
         ("swift-vlpack", f"{report['version']}, python {'.'.join(map(str, report['python']))}"),
-        ("ms-swift", about_swift),
-        ("packages", ", ".join(others) or "required packages are not known: this copy was not installed"),
+        ("packages", ", ".join(shown) or "required packages are not known: this copy was not installed"),
+        ("seams", seams),
         *listed("in the way", report["advice"] or ["nothing"]),
     ]
     return labelled(lines)

@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +55,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="output_dir of a run that was trained, or is training")
-    what = parser.add_argument_group("what to look at (default: the epoch at a glance, and its first pack)")
+    what = parser.add_argument_group("what to look at (default: the first pack, and which are longest and emptiest)")
     what.add_argument("--pack", type=int, metavar="N", help="pack N of the epoch, counted from 0")
     what.add_argument(
         "--step", type=int, metavar="N", help="the packs of optimizer step N, counted from 1 as in the log"
@@ -107,13 +106,12 @@ def write_packs_page(result: InspectResult, request: InspectRequest, model: str 
 
 def inspect_text(result: InspectResult, width: int, *, is_colourful: bool) -> Iterator[str]:
     """Yield the text for a terminal, part by part."""
-    from swift_vlpack.pages.terminal import overview_parts, pack_parts, printed
+    from swift_vlpack.pages.terminal import overview_line, pack_parts, printed
 
-    parts = chain(
-        [] if result.overview is None else [overview_parts(result.overview)],
-        (pack_parts(pack, width) for pack in result.packs),
-    )
-    return (printed(part, width=width, is_colourful=is_colourful) for part in parts)
+    if result.overview is not None:
+        yield f"{overview_line(result.overview)}\n\n"
+    for pack in result.packs:
+        yield printed(pack_parts(pack, width), width=width, is_colourful=is_colourful)
 
 
 def _inspect_trained(args: argparse.Namespace) -> int:

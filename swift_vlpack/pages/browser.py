@@ -12,7 +12,7 @@ from typing import Any
 
 from swift_vlpack.pages.page import asset, data, page, subject
 from swift_vlpack.pages.safe_text import texts_changed, without_home
-from swift_vlpack.pages.terminal import overview_headline
+from swift_vlpack.pages.terminal import overview_line
 from swift_vlpack.pages.values import PackShown
 from swift_vlpack.words import counted
 
@@ -43,7 +43,7 @@ def browser(
         num_bytes += size
         taken.append(made)
     said = _said(len(taken), num_packs, is_full=is_full)
-    about = "" if overview is None else f"{overview_headline(overview)}; "
+    about = "" if overview is None else f"{overview_line(overview)}; "
     body = "\n".join(
         (
             f'<p id="said">{escape(about)}on this page: {escape(said)}</p>',
@@ -53,7 +53,7 @@ def browser(
         )
     )
     title = "Packs" if overview is None else f"Packs of epoch {overview['epoch']}"
-    if name := subject(model, _sources(overview, taken)):
+    if name := subject(model, sorted({member["source"] for pack in taken for member in pack["members"]})):
         title += f": {name}"
     return page(title, body, asset("browser.css"), asset("browser.js")), said
 
@@ -62,10 +62,3 @@ def _said(num_shown: int, num_packs: int | None, *, is_full: bool) -> str:
     of = "" if num_packs is None or num_packs == num_shown else f"{num_shown} of "
     why = f"; the page is limited to {MOST_BYTES / 1e6:g} MB: choose by --pack, --step, --sample" if is_full else ""
     return f"{of}{counted(num_packs or num_shown, 'pack')}{why}"
-
-
-def _sources(overview: Mapping[str, Any] | None, packs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Name the sources of a page: all of the epoch, or those of its packs."""
-    if overview is not None:
-        return list(overview["sources"])
-    return sorted({member["source"] for pack in packs for member in pack["members"]})

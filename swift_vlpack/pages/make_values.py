@@ -41,7 +41,6 @@ from swift_vlpack.pages.values import (
 )
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.report import sharing_report
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.media import is_name, media, real_file
 from swift_vlpack.rows.samples import SampleId
@@ -50,42 +49,23 @@ THUMBNAIL = 128
 """Pixels of a thumbnail's longer side: some 4 KB as JPEG, so that a page of 20 MB holds thousands of them."""
 _QUALITY = 70
 _AXES = ("time", "height", "width")
-_TENTHS = 10
 
 # -- an epoch ---------------------------------------------------------------------------------------------------------
 
 
 def overview_of(plan: EpochPlan) -> dict[str, Any]:
-    """Summarize an epoch: the fill of its packs, the sources of their samples, and the longest and emptiest pack."""
+    """Name the longest and the emptiest pack of an epoch. All else of an epoch is said by `vlpack plan`."""
     packs, tokens = plan.packs, plan.packs.num_tokens_per_pack
-    has_samples = tokens > 0  # a pack without a sample only completes a step
-    fills = tokens[has_samples] / packs.config.packing_length
-    tenths = np.minimum((fills * _TENTHS).astype(int), _TENTHS)
-    counts = np.bincount(tenths, minlength=_TENTHS + 1)
-    labels = [f"{10 * tenth}-{10 * tenth + 9}%" for tenth in range(_TENTHS)] + ["100%"]
-    sources = plan.schedule.source[packs.members]
-    own = plan.lengths[packs.members] - packs.shared_of_members
-    shared = {"shared": sharing_report(packs)} if packs.config.shares_media else {}
+    has_samples = np.flatnonzero(tokens > 0)  # a pack without a sample only completes a step
     return {
         "epoch": plan.epoch,
         "num_ranks": plan.num_ranks,
         "num_packs": len(plan),
         "packing_length": packs.config.packing_length,
         "num_samples": len(packs.members),
-        "num_tokens": int(tokens.sum()),
         "mean_fill": round(packs.mean_fill, 4),
-        "fills": {label: int(count) for label, count in zip(labels, counts, strict=True) if count},
-        "sources": {
-            name: {
-                "samples": int((sources == number).sum()),
-                "tokens": int(own[sources == number].sum()),
-            }
-            for number, name in enumerate(plan.schedule.names)
-        },
         "longest": int(tokens.argmax()),
-        "emptiest": int(np.flatnonzero(has_samples)[fills.argmin()]),
-        "num_left_out": len(plan.schedule) - len(packs.members),
-        **shared,
+        "emptiest": int(has_samples[tokens[has_samples].argmin()]),
     }
 
 

@@ -38,7 +38,6 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _PREFIX = "="
 """Stands for a prefix where letters stand for samples."""
 WIDEST_BAR = 100
-_WIDEST_FILL_BAR = 40
 _NUM_NAMED = 4
 """Most images of a sample that the table lists: a document may have hundreds."""
 
@@ -55,34 +54,13 @@ def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) 
     return file.getvalue()
 
 
-def overview_parts(overview: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Show the overview of an epoch (`overview_of`): histogram of fill, sources, longest and emptiest pack."""
-    yield Text(overview_headline(overview), "bold")
-    most = max(overview["fills"].values(), default=1)
-    for label, count in overview["fills"].items():
-        bar = "#" * max(1, round(_WIDEST_FILL_BAR * count / most))
-        yield Text(f"{label:>10} full {count:>8}  ").append(bar, "cyan")
-    for name, source in overview["sources"].items():
-        yield Text(visible(f"{name}: {source['samples']} samples, {source['tokens']} tokens"), "dim")
-    yield Text(
-        f"longest pack {overview['longest']}, emptiest pack {overview['emptiest']}, rows in no pack "
-        f"{overview['num_left_out']}\n",
-        "dim",
-    )
-
-
-def overview_headline(overview: Mapping[str, Any]) -> str:
-    """Return the headline of an epoch: its packs, ranks, samples and fill, and what samples share."""
-    said = (
+def overview_line(overview: Mapping[str, Any]) -> str:
+    """Say what an epoch has (`overview_of`), and which packs are worth a look."""
+    return (
         f"epoch {overview['epoch']}: {overview['num_packs']} packs of {overview['packing_length']} tokens for "
-        f"{counted(overview['num_ranks'], 'rank')}, {overview['num_samples']} samples, "
-        f"fill {overview['mean_fill']:.1%} mean"
+        f"{counted(overview['num_ranks'], 'rank')}, {overview['num_samples']} samples, fill "
+        f"{overview['mean_fill']:.1%} mean; longest pack {overview['longest']}, emptiest pack {overview['emptiest']}"
     )
-    if shared := overview.get("shared"):
-        units = f"{shared['num_in_units']} samples in {counted(shared['num_units'], 'unit')}"
-        tokens = f"{shared['num_tokens']} of {shared['num_tokens_alone']} tokens computed"
-        said += f"; shared: {units}, {shared['num_alone']} alone, {tokens}"
-    return said
 
 
 class Drawn(NamedTuple):

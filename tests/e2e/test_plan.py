@@ -85,17 +85,6 @@ def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_plan_in_a_folder_with_modules_of_its_own_is_that_of_the_installed_ms_swift(config, tmp_path):
-    """CLI-40"""
-    (tmp_path / "swift").mkdir()
-    for name in ("queue.py", "swift/__init__.py"):
-        (tmp_path / name).write_text("raise SystemExit('a file of the current folder')")
-    done = run("plan", "--config", config, "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["rows"] == 15
-
-
-@pytest.mark.slow
-@pytest.mark.telling
 def test_report_for_a_reader_from_flags(config, tmp_path):
     """CLI-2 CLI-6: flags win over the file, and logs are no part of the report."""
     done = run("plan", "--config", config, "--num_ranks", "3", "--failures", "bad.jsonl", cwd=tmp_path)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from swift_vlpack.pages.terminal import (
     MARKS,
     bar_widths,
-    overview_parts,
     pack_parts,
     printed,
     step_parts,
@@ -140,20 +139,6 @@ def test_step_says_loss_ranks_and_where_its_rows_are():
     assert re.search(r"0 +0 +4 +5 +a:1 +/d/a.jsonl:2", text)
     assert re.search(r"1 +0 +5 +no sample, and so no loss", text)
     assert "a note" in text
-
-
-def test_overview_names_the_packs_that_are_worth_a_look_and_what_is_shared():
-    """SEE-2 SHARE-83"""
-    overview = {
-        "epoch": 0, "num_packs": 9, "packing_length": 512, "num_ranks": 2, "num_samples": 40, "mean_fill": 0.97,
-        "fills": {"50-59%": 1, "90-99%": 8}, "sources": {"a": {"samples": 40, "tokens": 4000}},
-        "longest": 3, "emptiest": 8, "num_left_out": 2,
-        "shared": {"num_in_units": 30, "num_units": 1, "num_alone": 10, "num_tokens": 400, "num_tokens_alone": 900},
-    }  # fmt: skip
-    text = printed(overview_parts(overview), width=140, is_colourful=False)
-    assert "longest pack 3, emptiest pack 8, rows in no pack 2" in text
-    assert text.count("#") == 40 + 5
-    assert "shared: 30 samples in 1 unit, 10 alone, 400 of 900 tokens computed" in text
 
 
 def test_prefix_is_drawn_once_before_its_branches():
