@@ -85,16 +85,12 @@ def _lengths_report(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("both --lengths and --config say what to plan; give one of them")
     num_ranks = checked_num_ranks(1 if args.num_ranks is None else args.num_ranks)
     config = config_of(args)
-    if config.packing_overflow != "keep":
-        raise ConfigError(
-            f"packing_overflow={config.packing_overflow} needs to know where the images of a row are, which lengths do "
-            "not say; plan the run itself (--config), or leave it out"
-        )
-    if config.shares_media:
-        raise ConfigError(
-            "packing_share=media needs to know which rows begin with the same media, which lengths do not say; plan "
-            "the run itself (--config), or leave it out"
-        )
+    for name, needs_no_row in (("packing_overflow", "keep"), ("packing_share", "none")):
+        if (value := getattr(config, name)) != needs_no_row:
+            raise ConfigError(
+                f"{name}={value} needs to know where the media of a row are, which lengths do not say; plan the run "
+                "itself (--config), or leave it out"
+            )
     lengths = read_lengths(args.lengths)
     num_rows = len(lengths.tokens)
     start = time.perf_counter()
