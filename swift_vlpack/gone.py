@@ -25,12 +25,14 @@ GONE = {
     "packing_strategy=window": "packing_overflow=split with packing_strategy=exact fills packs as well, and "
     "swift_vlpack.text lays documents end to end",
     "vlpack schema --stream": "a stream of text is made in Python, by TextStream and FixedBatches of swift_vlpack.text",
+    "vlpack schema --output": "the schema is printed: write `> FILE` after the command",
     "vlpack completion": "the options are in `vlpack sft --help` and, for editors, in `vlpack schema`",
     "vlpack inspect --random": _CHOOSE,
     "vlpack inspect --longest": _CHOOSE,
     "vlpack inspect --emptiest": _CHOOSE,
     "vlpack inspect --loss_spikes": _SPIKES,
     "vlpack inspect --loss-spikes": _SPIKES,
+    "vlpack inspect --html_mb": "a page takes packs up to 20 MB; choose them by --epoch, --pack, --step or --sample",
     **{f"vlpack cache {flag}": _CLEAR for flag in ("--source", "--template", "--model_type", "--older-than")},
 }
 

@@ -43,11 +43,6 @@ def measured(page: str, expression: str, *, width: int = 1280, theme: str = "lig
     return json.loads(unescape(found[1]))
 
 
-def screenshot(page: str, path: Path, *, width: int, height: int, theme: str = "light") -> None:
-    """A picture of a page, for people to look at."""
-    _run(_framed(page, "0", width, height, theme), f"--screenshot={path}", f"--window-size={width},{height}")
-
-
 def _framed(page: str, expression: str, width: int, height: int, theme: str) -> str:
     text = json.dumps(page).replace("</", "<\\/")
     filled = _FRAME.replace("WIDTH", f'"{width}"').replace("HEIGHT", f'"{height}"').replace("THEME", theme)

@@ -196,11 +196,11 @@ def test_what_needs_more_says_which_package_is_missing(with_numpy_only):
 def test_command_that_needs_a_package_says_which(with_numpy_only, tmp_path):
     """PKG-3"""
     train(tmp_path, range(1, 3), 1)
-    done = with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path))
+    done = with_numpy_only("-m", "swift_vlpack", "inspect", "--run", str(tmp_path), "--step", "1")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert done.stderr.startswith("vlpack report: needs rich, which is not installed; `pip install .` in a checkout")
-    report = json.loads(with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path), "--json").stdout)
-    assert report["trained"]["num_steps"] == 2
+    assert re.match(r"vlpack inspect: needs \w+, which is not installed; `pip install .` in a checkout", done.stderr)
+    done = with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path))
+    assert "2 packs, 4 samples" in done.stdout, done.stderr
     done = with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path), "--html", str(tmp_path / "report.html"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.html").read_text().count("<figure") == 2, "fill and speed; no loss was logged"
@@ -221,12 +221,12 @@ def test_machine_without_ms_swift_is_looked_at_all_the_same(with_numpy_only, tmp
     done = with_numpy_only("-m", "swift_vlpack", "doctor", "--json")
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
-    assert report["packages"]["required"]["ms-swift"] == {"version": None, "wanted": "<4.7,>=4.5.3", "fits": False}
-    assert report["packages"]["required"]["numpy"]["fits"] is None, "nobody can tell without `packaging`"
-    assert "ms-swift" in report["advice"][0]["text"]
-    assert [advice["text"] for advice in report["advice"] if "supported range" in advice["text"]] == []
+    assert report["packages"]["ms-swift"] == {"version": None, "wanted": "<4.7,>=4.5.3", "fits": False}
+    assert report["packages"]["numpy"]["fits"] is None, "nobody can tell without `packaging`"
+    assert "ms-swift" in report["advice"][0]
+    assert [advice for advice in report["advice"] if "supported range" in advice] == []
     done = with_numpy_only("-m", "swift_vlpack", "doctor")
-    assert "ms-swift      not installed: nothing can be trained here" in done.stdout
+    assert "ms-swift is missing (<4.7,>=4.5.3)" in done.stdout
     done = with_numpy_only("-m", "swift_vlpack", "cache", "list", "--packing_cache_dir", str(tmp_path))
     assert done.stdout.strip() == f"{tmp_path}: no cached lengths"
 

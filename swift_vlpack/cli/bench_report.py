@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swift_vlpack.cli.lines import labelled, listed, size
+from swift_vlpack.lines import labelled, listed, size
 from swift_vlpack.words import counted
 
 ENOUGH = 1.2

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.lines import size
 from swift_vlpack.config import chosen_options
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.lengths.cache_folder import Remembered, lengths_folder, remembered_in, removed, shared_files
+from swift_vlpack.lines import size, table
 from swift_vlpack.words import counted
 
 SECONDS_A_DAY = 86400
 _NAMES = ("source", "template", "model_type")
-_COLUMNS = ("rows", "size", "last used", "source", "template", "model type")
-_IS_RIGHT = (True, True, True, False, False, False)
+_COLUMNS = ("source", "template", "model type", "rows", "size", "last used")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,21 +98,18 @@ def cache_text(report: Mapping[str, Any]) -> str:
     entries = report["entries"]
     if not entries:
         return f"{report['folder']}: no cached lengths"
-    rows = [list(_COLUMNS), *map(_row, entries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [
+        (
+            *(str(entry[name] or "?") for name in _NAMES),
+            f"{entry['rows']:,}",
+            size(entry["bytes"]),
+            ago(entry["seconds_since_used"]),
+        )
+        for entry in entries
+    ]
     files = sum(len(entry["files"]) for entry in entries) + len(report["shared_files"])
     total = f"{counted(len(entries), 'source')}, {counted(files, 'file')}, {size(report['bytes'])}"
-    return "\n".join([report["folder"], *(_line(row, widths) for row in rows), total])
-
-
-def _row(entry: Mapping[str, Any]) -> list[str]:
-    numbers = [f"{entry['rows']:,}", size(entry["bytes"]), ago(entry["seconds_since_used"])]
-    return [*numbers, *(str(entry[name] or "?") for name in _NAMES)]
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = zip(row, widths, _IS_RIGHT, strict=True)
-    return "  ".join(cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in cells).rstrip()
+    return "\n".join([report["folder"], *table(_COLUMNS, rows, num_texts=len(_NAMES)), total])
 
 
 def ago(seconds: float) -> str:

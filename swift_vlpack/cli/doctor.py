@@ -1,4 +1,4 @@
-"""`vlpack doctor`: check versions and whether packing works with this ms-swift; say what to install.
+"""`vlpack doctor`: check versions, and whether packing works with this ms-swift; say what to install.
 
 To import torch and ms-swift takes seconds, and a broken installation can crash the process. So `imported` does it in a
 child process: `python -m swift_vlpack.cli.doctor` prints one JSON object. Everything else needs Python alone.
@@ -14,30 +14,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from swift_vlpack import __version__
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.lines import labelled, listed
 from swift_vlpack.errors import VLPackError
+from swift_vlpack.lines import labelled, listed
 from swift_vlpack.words import INSTALL
 
 OURS = "swift-vlpack"
-OPTIONAL = {
-    "flash-attn": "--attn_impl flash_attn; packing needs it for nothing else",
-    "liger-kernel": "--use_liger_kernel true",
-    "decord": "reading videos",
-    "torchcodec": "reading videos",
-    "deepspeed": "--deepspeed",
-    "bitsandbytes": "--quant_method bnb",
-    "flash-linear-attention": "quick linear attention, as of Qwen3.5 and Qwen3-Next",
-    "causal-conv1d": "quick linear attention, as of Qwen3.5 and Qwen3-Next",
-    "tensorboard": "--report_to tensorboard",
-    "wandb": "--report_to wandb",
-}
-"""Packages that training can do without, and what needs them."""
-STOP, NOTE = "stop", "note"
-"""Levels of advice: training would stop; good to know."""
 IMPORTER = "swift_vlpack.cli.doctor"
 _NAME = re.compile(r"[\w.-]+")
 
@@ -53,22 +38,20 @@ def _run(args: argparse.Namespace) -> int:
         "packages": packages(),
         "imported": imported(),
     }
-    report["advice"] = [advice._asdict() for advice in advice_on(report)]
+    report["advice"] = list(advice_on(report))
     print(json.dumps(report) if args.json else doctor_text(report))
-    return int(any(advice["level"] == STOP for advice in report["advice"]))
+    return int(bool(report["advice"]))
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
 def packages() -> dict[str, Any]:
-    """Return every required package with its version, range and whether it fits, and every optional one."""
-    required = {
+    """Return every required package with its version, its range, and whether it fits."""
+    return {
         name: {"version": (version := version_of(name)), "wanted": wanted, "fits": fits(version, wanted)}
         for name, wanted in requirements().items()
     }
-    optional = {name: {"version": version_of(name), "use": use} for name, use in OPTIONAL.items()}
-    return {"required": required, "optional": optional}
 
 
 def version_of(package: str) -> str | None:
@@ -163,39 +146,21 @@ def _seam() -> dict[str, Any]:
 # -- advice -----------------------------------------------------------------------------------------------------------
 
 
-class Advice(NamedTuple):
-    """A problem, how bad it is, and what to do about it."""
-
-    level: str
-    text: str
-
-
-def advice_on(facts: Mapping[str, Any]) -> list[Advice]:
-    """Return the advice that follows from the facts, most severe first."""
-    found = (*_on_packages(facts), *_on_imports(facts["imported"]))
-    return sorted(found, key=lambda one: (STOP, NOTE).index(one.level))
-
-
-def _on_packages(facts: Mapping[str, Any]) -> Iterator[Advice]:
+def advice_on(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Say what would stop training, and what to do about it."""
     if facts["python"] < [3, 10]:
-        yield Advice(STOP, "Python 3.10 or newer is needed; make another environment")
-    required = facts["packages"]["required"]
-    if missing := [name for name, package in required.items() if package["version"] is None]:
-        yield Advice(STOP, f"{', '.join(missing)} not installed; {INSTALL} brings all that trains")
-    for name, package in required.items():
+        yield "Python 3.10 or newer is needed; make another environment"
+    packages, found = facts["packages"], facts["imported"]
+    if missing := [name for name, package in packages.items() if package["version"] is None]:
+        yield f"{', '.join(missing)} not installed; {INSTALL} brings all that trains"
+    for name, package in packages.items():
         if package["version"] is not None and package["fits"] is False:
             wanted = f"{name}{package['wanted']}"
-            yield Advice(STOP, f"{name} {package['version']} is not in the supported range; `pip install '{wanted}'`")
-    optional = facts["packages"]["optional"]
-    if not any(optional[name]["version"] for name in ("decord", "torchcodec")):
-        yield Advice(NOTE, "videos cannot be read; `pip install decord` or `pip install torchcodec`, if you have some")
-
-
-def _on_imports(found: Mapping[str, Any]) -> Iterator[Advice]:
+            yield f"{name} {package['version']} is not in the supported range; `pip install '{wanted}'`"
     if found.get("torch_problem"):
-        yield Advice(STOP, f"torch cannot be imported: {found['torch_problem']}")
+        yield f"torch cannot be imported: {found['torch_problem']}"
     if found.get("swift_problem"):
-        yield Advice(STOP, f"ms-swift does not work with packing here: {found['swift_problem']}")
+        yield f"ms-swift does not work with packing here: {found['swift_problem']}"
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -203,42 +168,28 @@ def _on_imports(found: Mapping[str, Any]) -> Iterator[Advice]:
 
 def doctor_text(report: Mapping[str, Any]) -> str:
     """Write the report for a reader."""
-    required, optional = report["packages"]["required"], report["packages"]["optional"]
     found = report["imported"]
-    swift = required.get("ms-swift", {"version": None, "wanted": "", "fits": False})
-    if swift["version"] is None:
-        about_swift = "not installed: nothing can be trained here; `vlpack plan --lengths` and `vlpack cache` work"
-    else:
-        where = {True: "in", False: "not in", None: "to be compared with"}[swift["fits"]]
-        about_swift = f"{swift['version']}, {where} the supported range {swift['wanted']}"
-    if found.get("swift_problem") is None and "seam" in found:
-        about_swift += f"; all {found['seam']} places that packing relies on are there"
-    others = [f"{name} {package['version'] or '-'}" for name, package in required.items() if name != "ms-swift"]
-    installed = [f"{name} {package['version']}" for name, package in optional.items() if package["version"]]
-    missing = [f"{name} ({package['use']})" for name, package in optional.items() if not package["version"]]
+    shown = [
+        f"{name} {package['version'] or 'is missing'}" + (f" ({package['wanted']})" if package["wanted"] else "")
+        for name, package in report["packages"].items()
+    ]
+    seams = f"all {found['seam']} places in ms-swift that packing relies on are there" if found.get("seam") else "-"
     lines = [
         ("swift-vlpack", f"{report['version']}, python {'.'.join(map(str, report['python']))}"),
-        ("ms-swift", about_swift),
-        ("packages", ", ".join(others) or "required packages are not known: this copy was not installed"),
-        ("optional", ", ".join(installed) or "none"),
-        *listed("missing", missing or ["none"]),
-        *listed("advice", [_said(one) for one in report["advice"]] or ["none: nothing is in the way of training"]),
+        ("packages", ", ".join(shown) or "required packages are not known: this copy was not installed"),
+        ("seams", seams),
+        *listed("in the way", report["advice"] or ["nothing"]),
     ]
-    return labelled(lines, width=13)
-
-
-def _said(advice: Mapping[str, str]) -> str:
-    level = advice["level"].upper() if advice["level"] == STOP else advice["level"]
-    return f"{level}: {advice['text']}"
+    return labelled(lines)
 
 
 DOCTOR = Command(
     name="doctor",
-    text="look at versions and packages, and say what is in the way",
+    text="look at versions, and say what is in the way of training",
     usage="vlpack doctor [--json]",
     description=(
-        "Look at what training needs: versions and whether packing works with this ms-swift, what is installed and "
-        "what is missing; with advice. Exit code 0, or 1 if something would stop training. Works without ms-swift, too."
+        "Look at what training needs: versions, and whether packing works with this ms-swift; say what is in the way. "
+        "Exit code 0, or 1 if something would stop training. Works without ms-swift, too."
     ),
     add_flags=_add_flags,
     run=_run,

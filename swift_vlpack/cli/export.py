@@ -12,12 +12,12 @@ from typing import Any
 
 from swift_vlpack.cli.command import Command, add_run_flags
 from swift_vlpack.cli.in_run import in_run, is_in_run
-from swift_vlpack.cli.lines import labelled, listed
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.files import whole_folder
 from swift_vlpack.host.launch import RunLaunch, check_launch
 from swift_vlpack.host.path_checks import check_folder
 from swift_vlpack.host.run_flags import given_options
+from swift_vlpack.lines import labelled, listed
 from swift_vlpack.runlog.left_out import FILE as LEFT_OUT
 from swift_vlpack.words import by_reason, counted
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _WIDTH_OF_FILES = 120
 _NUM_EXAMPLES = 5
-_WHAT = ("pack", "step", "sample", "examples")
+_WHAT = ("pack", "step", "sample")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +47,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     blocks.add_argument(
         "--tokenizer", metavar="NAME", help="name or folder of a tokenizer, or `byte`, to see their text"
     )
+    blocks.add_argument("--examples", type=int, metavar="K", help=f"show the first K blocks (default: {_NUM_EXAMPLES})")
     _add_own_flags(parser)
     add_packing_flags(parser, packing_length="the run's --max_length")
 
@@ -55,26 +55,18 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="output_dir of a run that was trained, or is training")
-    what = parser.add_argument_group("what to look at (default: the epoch at a glance, and its first pack)")
+    what = parser.add_argument_group("what to look at (default: the first pack, and which are longest and emptiest)")
     what.add_argument("--pack", type=int, metavar="N", help="pack N of the epoch, counted from 0")
     what.add_argument(
         "--step", type=int, metavar="N", help="the packs of optimizer step N, counted from 1 as in the log"
     )
     what.add_argument("--sample", metavar="SOURCE:ROW", help="the packs that have this row, named as in every report")
-    what.add_argument("--examples", type=int, metavar="K", help="the first K rows by themselves, with their counts")
     what.add_argument("--epoch", type=int, metavar="E", help="the epoch that packs are of, counted from 0 (default: 0)")
     form = parser.add_argument_group("how to show it")
     form.add_argument(
         "--json", action="store_true", help="one JSON object, with ids, labels and positions of every token"
     )
     form.add_argument("--html", type=Path, metavar="FILE", help="one page that needs no network, with thumbnails")
-    form.add_argument(
-        "--html_mb",
-        type=float,
-        default=20.0,
-        metavar="MB",
-        help="packs are put on the page up to this size (default: 20)",
-    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -88,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
         from swift_vlpack.cli.inspect_run import InspectRequest, look
         from swift_vlpack.host.run import run_of
 
-        request = InspectRequest.of(vars(args))
+        request = InspectRequest(*(getattr(args, name) for name in InspectRequest._fields))
         with run_of(launch.flags, num_ranks=launch.num_ranks, command=launch.command) as run:
             result = look(run, request)
             if request.html is not None:
@@ -107,24 +99,19 @@ def write_packs_page(result: InspectResult, request: InspectRequest, model: str 
     from swift_vlpack.pages.browser import browser
 
     assert request.html is not None
-    page, said = browser(
-        result.packs, result.overview, result.steps, most_mb=request.html_mb, num_packs=result.num_packs, model=model
-    )
+    page, said = browser(result.packs, result.overview, num_packs=result.num_packs, model=model)
     write_page(request.html, page)
     return f"{request.html}: {said}\n"
 
 
 def inspect_text(result: InspectResult, width: int, *, is_colourful: bool) -> Iterator[str]:
     """Yield the text for a terminal, part by part."""
-    from swift_vlpack.pages.terminal import example_parts, overview_parts, pack_parts, printed, step_parts
+    from swift_vlpack.pages.terminal import overview_line, pack_parts, printed
 
-    parts = chain(
-        [] if result.overview is None else [overview_parts(result.overview)],
-        map(step_parts, result.steps),
-        (pack_parts(pack, width) for pack in result.packs),
-        (example_parts(member, width) for member in result.examples),
-    )
-    return (printed(part, width=width, is_colourful=is_colourful) for part in parts)
+    if result.overview is not None:
+        yield f"{overview_line(result.overview)}\n\n"
+    for pack in result.packs:
+        yield printed(pack_parts(pack, width), width=width, is_colourful=is_colourful)
 
 
 def _inspect_trained(args: argparse.Namespace) -> int:
@@ -150,15 +137,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--html is a page of packs, which --run has not; give --config")
     if args.epoch is not None and args.step is not None:
         raise ConfigError("--epoch: a step is of the epoch that it is in; steps are counted through the whole run")
-    for name, least in (("examples", 1), ("step", 1), ("pack", 0), ("epoch", 0)):
+    for name, least in (("step", 1), ("pack", 0), ("epoch", 0)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}")
     if args.html is not None:
         check_file("--html", args.html)
-    if args.html is not None and (args.json or args.examples is not None):
-        raise ConfigError("--html is a page of packs and steps; leave --json and --examples out")
-    if args.html_mb <= 0:
-        raise ConfigError(f"--html_mb must be above 0, got {args.html_mb}")
+    if args.html is not None and args.json:
+        raise ConfigError("--html and --json are different forms; give one of them")
+    if args.examples is not None:
+        raise ConfigError("--examples is of a saved data set of blocks; a row of a run is shown by --sample")
 
 
 def _given(args: argparse.Namespace, *names: str) -> list[str]:
@@ -190,7 +177,7 @@ def _inspect_blocks(args: argparse.Namespace) -> int:
     dataset, unknown = args.flags[at + 1 : at + 2], [*args.flags[:at], *args.flags[at + 2 :]]
     if unknown or not dataset:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "--dataset needs a folder")
-    if others := _given(args, *(name for name in (*_WHAT, "html") if name != "examples")):
+    if others := _given(args, *_WHAT, "html"):
         raise ConfigError(f"{', '.join(others)}: of a run; a data set of blocks is shown with --examples and --json")
     num_examples = _NUM_EXAMPLES if args.examples is None else args.examples
     if num_examples < 1:
@@ -213,7 +200,7 @@ INSPECT = Command(
     text="look at packs, and find the rows of a step",
     usage=(
         "vlpack inspect [sft|pt] [--config CONFIG.yaml] [any option of swift sft] [--num_ranks N]\n"
-        "                      [--pack N | --step N | --sample SOURCE:ROW | --examples K] [--epoch E]\n"
+        "                      [--pack N | --step N | --sample SOURCE:ROW] [--epoch E]\n"
         "                      [--json | --html FILE]\n"
         "       vlpack inspect --run OUTPUT_DIR --step N [--json]\n"
         "       vlpack inspect --dataset SAVED_BLOCKS [--tokenizer NAME] [--examples K] [--json]"

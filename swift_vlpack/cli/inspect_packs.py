@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.cli.trained_steps import place_of
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.epoch_report import left_out_by
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import address_of
 from swift_vlpack.host.loader import collator_of
 from swift_vlpack.host.run import Run, with_model_shape
-from swift_vlpack.pages.make_values import Place, SampleLookup, SampleTokens, member_of, pack_shown
-from swift_vlpack.pages.values import Member, PackShown
+from swift_vlpack.pages.make_values import Place, SampleLookup, pack_shown
+from swift_vlpack.pages.values import PackShown
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.rows.families import MediaTokens, placeholder_ids
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.samples import Address, Encoded, SampleId
-from swift_vlpack.rows.source import place
+from swift_vlpack.rows.samples import Address
 from swift_vlpack.words import counted
 
 EVERY_ANSWER = "default"
@@ -67,7 +67,7 @@ def _positions_of(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> 
 
 
 class PackViewer:
-    """Show packs and samples of a run. Each pack is read and encoded only when it is shown."""
+    """Show packs of a run. Each is read and encoded only when it is shown."""
 
     def __init__(self, run: Run, feed: Feed, *, with_thumbnails: bool = False) -> None:
         self.feed = feed
@@ -87,24 +87,6 @@ class PackViewer:
             lookup = self._lookup(() if plan is None else address_of(plan, number).samples)
             yield pack_shown(batch, place_of(number), lookup, self.feed.config.packing_length)
 
-    def sample_at(self, address: Address) -> Member:
-        """Show a sample of a plan by itself."""
-        sample = self.feed.dataset.encode(address)
-        return member_of(_tokens_of(sample), self._lookup([address]))
-
-    def first_samples(self, num_samples: int) -> Iterator[Member]:
-        """Show the first samples that are trained, each by itself."""
-        lookup = self._lookup(())
-        for sample in self.feed.preview(num_samples):
-            yield member_of(_tokens_of(sample), lookup)
-
-    def where(self, sample_id: SampleId) -> str:
-        """Return file and line of a sample, or which row of a stream it is."""
-        origin = self._origins.get(sample_id.source)
-        if origin is None:
-            return f"row {sample_id.row + 1} of the stream"
-        return place(origin, sample_id.row, is_loaded=sample_id.is_loaded)
-
     @cached_property
     def _origins(self) -> dict[str, str]:
         return {source.name: source.origin or source.name for source in self.feed.sources}
@@ -117,7 +99,7 @@ class PackViewer:
             placeholders=self._placeholders,
             row_of=lambda sample_id: self._row(at[sample_id]) if sample_id in at else None,
             answer_of=lambda sample_id: self._answer(at[sample_id]) if sample_id in at else None,
-            where_of=self.where,
+            where_of=lambda sample_id: place_of(str(sample_id), self._origins),
             with_thumbnails=self._with_thumbnails,
         )
 
@@ -142,10 +124,6 @@ class PackViewer:
         labels: Sequence[int] | None = made.get("labels") if isinstance(made, dict) else None
         span = address.span
         return labels if span is None or labels is None else labels[span.start : span.stop]
-
-
-def _tokens_of(sample: Encoded) -> SampleTokens:
-    return SampleTokens(sample["sample_id"], sample["input_ids"], sample["labels"])
 
 
 def _training_every_answer(template: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Answer `vlpack inspect` for a run: an epoch at a glance, packs, optimizer steps, samples.
+"""Answer `vlpack inspect` for a run: an epoch at a glance, packs, those of an optimizer step, those of a sample.
 
 `look` takes the run and an `InspectRequest`, and returns an `InspectResult`. A planned feed can show any pack of any
 epoch, a streamed one its first packs. Steps of a run that was trained are in `trained_steps.py`.
@@ -6,68 +6,49 @@ epoch, a streamed one its first packs. Steps of a run that was trained are in `t
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_vlpack.cli.inspect_packs import PackViewer, packs_of_sample
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.planned import address_of
 from swift_vlpack.host.args import packing_config, plans_ahead
 from swift_vlpack.host.pipeline import build_feed
 from swift_vlpack.host.run import Run, feed_of
 from swift_vlpack.pages.make_values import Place, overview_of
-from swift_vlpack.pages.values import Member, PackShown, StepShown, TrainedPack
+from swift_vlpack.pages.values import PackShown
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.samples import Address
 from swift_vlpack.words import counted
 
-PLANNED = "packs as planned"
 NUM_ON_PAGE = 20
 """Packs of a stream that a page shows if none were chosen: more would take long, because all rows are encoded."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class InspectRequest:
-    """The flags of `vlpack inspect` that choose what to show. Fields are named like the flags."""
+class InspectRequest(NamedTuple):
+    """The flags of `vlpack inspect` that choose what to show."""
 
     pack: int | None = None
     sample: str | None = None
     epoch: int | None = None
     step: int | None = None
-    examples: int | None = None
     html: Path | None = None
-    html_mb: float = 20.0
-
-    @classmethod
-    def of(cls, flags: Mapping[str, Any]) -> InspectRequest:
-        """Make a request of the parsed flags, and ignore all other flags."""
-        return cls(**{one.name: flags[one.name] for one in fields(cls) if one.name in flags})
 
 
 @dataclass(kw_only=True)
 class InspectResult:
-    """The answer to an `InspectRequest`. `packs` and `examples` are iterators that read data as they go."""
+    """The answer to an `InspectRequest`. `packs` is an iterator that reads data as it goes."""
 
     overview: Mapping[str, Any] | None = None
-    steps: Sequence[StepShown] = ()
-    packs: Iterable[PackShown] = ()
-    num_packs: int | None = None
-    """Number of packs that match, of which `packs` may be a selection; None if unknown before they are read."""
-    examples: Iterable[Member] = ()
+    packs: Iterable[PackShown]
+    num_packs: int
+    """Number of packs that match, of which `packs` may be a selection."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON object of `--json`. Reads all packs and examples."""
-        return {
-            "overview": self.overview,
-            "steps": [step.as_json() for step in self.steps],
-            "packs": [pack.as_json() for pack in self.packs],
-            "examples": [member.as_json() for member in self.examples],
-        }
+        """Return the JSON object of `--json`. Reads all packs."""
+        return {"overview": self.overview, "packs": [pack.as_json() for pack in self.packs]}
 
 
 def look(run: Run, request: InspectRequest) -> InspectResult:
@@ -102,10 +83,6 @@ class _PlannedRun:
             )
         first_step = sum(self._plan(before).num_steps_left(self._accumulation) for before in range(epoch))
         plan = self._plan(epoch)
-        if request.examples is not None:
-            addresses = (address for number in range(len(plan)) for address in address_of(plan, number).samples)
-            first = heapq.nsmallest(request.examples, addresses, key=self._place_in_files)
-            return InspectResult(examples=map(self._viewer.sample_at, first))
         numbers = self._numbers(plan, request)
 
         def place_of(number: int) -> Place:
@@ -140,36 +117,16 @@ class _PlannedRun:
                 batches = plan.batches_of_step(step - num_before - 1, self._accumulation)
                 found = {n: Place(len(plan), rank, step) for rank in range(plan.num_ranks)
                          for n in plan.numbers_left(rank)[batches]}  # fmt: skip
-                packs = [self._planned_pack(plan, number, where.rank) for number, where in found.items()]
                 shown = self._viewer.packs(list(found), found.__getitem__, plan)
-                steps = [StepShown(step=step, packs=packs, known_from=PLANNED)]
-                return InspectResult(steps=steps, packs=shown, num_packs=len(found))
+                return InspectResult(packs=shown, num_packs=len(found))
             num_before, epoch = num_before + num_here, epoch + 1
         most = most if most > 0 else num_before
         raise ConfigError(f"step {step}: the run has {most} steps; name one from 1 to {most}")
-
-    def _planned_pack(self, plan: EpochPlan, number: int, rank: int) -> TrainedPack:
-        address = address_of(plan, number)
-        ids = [self._feed.dataset.sample_id(where) for where in address.samples]
-        return TrainedPack(
-            rank=rank,
-            epoch=plan.epoch,
-            number=number,
-            ids=[str(one) for one in ids],
-            where=[self._viewer.where(one) for one in ids],
-            lengths=[size[0] for size in address.sizes],
-            shared=address.shared,
-        )
 
     def _plan(self, epoch: int) -> EpochPlan:
         plan = self._feed.plan_of(epoch)
         assert plan is not None
         return plan
-
-    def _place_in_files(self, address: Address) -> tuple[Any, ...]:
-        """Return a key that sorts samples as in the files, because ms-swift shuffles rows when it loads them."""
-        source = self._feed.sources[address.source]
-        return address.source, source.row_number(address.row_index), address.span or ()
 
 
 # -- streamed packs ---------------------------------------------------------------------------------------------------
@@ -180,12 +137,10 @@ def _first_packs(run: Run, feed: Feed, request: InspectRequest) -> InspectResult
     if request.sample is not None or request.epoch:
         raise ConfigError(
             "packs of a stream (or packing_mode=buffer) are made as rows come, so --sample and --epoch cannot be "
-            "answered ahead of time; --pack N and --step N read the first packs of rank 0, --examples K the first "
-            "rows, and --run OUTPUT_DIR --step N shows what was trained"
+            "answered ahead of time; --pack N and --step N read the first packs of rank 0, and --run OUTPUT_DIR --step "
+            "N shows what was trained"
         )
     viewer = PackViewer(run, feed)
-    if request.examples is not None:
-        return InspectResult(examples=viewer.first_samples(request.examples))
     accumulation = run.args.training_args.gradient_accumulation_steps
     numbers = range(NUM_ON_PAGE if request.html else 1)
     if request.pack is not None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
-from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.config import PackingConfig, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.launch import checked_num_ranks
@@ -29,6 +28,7 @@ from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.left_out import listed
+from swift_vlpack.runlog.plan_text import plan_text
 from swift_vlpack.words import by_reason, counted
 
 if TYPE_CHECKING:
@@ -85,16 +85,12 @@ def _lengths_report(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("both --lengths and --config say what to plan; give one of them")
     num_ranks = checked_num_ranks(1 if args.num_ranks is None else args.num_ranks)
     config = config_of(args)
-    if config.packing_overflow != "keep":
-        raise ConfigError(
-            f"packing_overflow={config.packing_overflow} needs to know where the images of a row are, which lengths do "
-            "not say; plan the run itself (--config), or leave it out"
-        )
-    if config.shares_media:
-        raise ConfigError(
-            "packing_share=media needs to know which rows begin with the same media, which lengths do not say; plan "
-            "the run itself (--config), or leave it out"
-        )
+    for name, needs_no_row in (("packing_overflow", "keep"), ("packing_share", "none")):
+        if (value := getattr(config, name)) != needs_no_row:
+            raise ConfigError(
+                f"{name}={value} needs to know where the media of a row are, which lengths do not say; plan the run "
+                "itself (--config), or leave it out"
+            )
     lengths = read_lengths(args.lengths)
     num_rows = len(lengths.tokens)
     start = time.perf_counter()

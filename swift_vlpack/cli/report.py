@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import shutil
 from pathlib import Path
 
 from swift_vlpack.cli.command import Command
 from swift_vlpack.host.path_checks import check_file
+from swift_vlpack.lines import labelled, table
 from swift_vlpack.pages.page import write_page
-from swift_vlpack.pages.report import print_report
+from swift_vlpack.pages.report import Report, sections
 from swift_vlpack.pages.report_page import report_page
+from swift_vlpack.pages.safe_text import visible
 from swift_vlpack.runlog.folder import find_run
 from swift_vlpack.runlog.report import run_report
 
@@ -37,8 +39,19 @@ def _run(args: argparse.Namespace) -> int:
     elif args.html is not None:
         print(f"written: {args.html}")
     else:
-        print_report(report, sys.stdout)
+        # 120 columns where no terminal reads it
+        print(visible(report_text(report, shutil.get_terminal_size((120, 24)).columns)))
     return 0
+
+
+def report_text(report: Report, columns: int) -> str:
+    """Write the report for a terminal of so many columns."""
+    parts = []
+    for section in sections(report):
+        lines = labelled(((f"  {label}", text) for label, text in section.lines), width=14, columns=columns)
+        shown = [f"  {line}" for line in table(section.columns, section.rows)] if section.rows else []
+        parts.append("\n".join(filter(None, (section.title, lines, *shown))))
+    return "\n\n".join(parts)
 
 
 REPORT = Command(

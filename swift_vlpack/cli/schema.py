@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from swift_vlpack.cli.command import Command
@@ -26,8 +25,6 @@ from swift_vlpack.config import (
     RESUME_FILES,
     PackingConfig,
 )
-from swift_vlpack.errors import ConfigError
-from swift_vlpack.files import write_whole
 from swift_vlpack.plan.mix import RATIOS_BY
 from swift_vlpack.rows import fusion_config
 
@@ -44,18 +41,6 @@ _SCHEMAS: dict[Any, Schema] = {
 }
 """What a value of a YAML file may be that becomes a flag of this type: all that the command line accepts."""
 _VARIABLES = {
-    "NPROC_PER_NODE": "ranks on this machine; ms-swift starts torchrun for them",
-    "NNODES": "machines of the run",
-    "NODE_RANK": "number of this machine, from 0",
-    "MASTER_ADDR": "address of the first machine",
-    "MASTER_PORT": "port of the first machine",
-    "CUDA_VISIBLE_DEVICES": "GPUs that the run may use",
-    "MAX_PIXELS": "pixel limit of an image, of many families",
-    "IMAGE_MAX_TOKEN_NUM": "most tokens of an image, of Qwen3-VL and others",
-    "VIDEO_MAX_PIXELS": "pixel limit of a frame of a video",
-    "FPS_MAX_FRAMES": "most frames of a video",
-    "HF_ENDPOINT": "another address of the Hugging Face hub",
-    "MODELSCOPE_CACHE": "where ms-swift keeps models and data sets",
     RESUME_DATA: "let a resumed run begin its data anew",
     RESUME_FILES: "let a resumed run take files of its checkpoint that were replaced on purpose",
     RECORD_PACKS: "true: keep every trained pack in vlpack/packs_rankN.jsonl, not the latest alone; false: keep none",
@@ -66,19 +51,11 @@ _TYPES = {str: "string", int: "integer"}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
     parser.add_argument("--fusion", action="store_true", help="the schema of a fusion_config file instead")
 
 
 def _run(args: argparse.Namespace) -> int:
-    text = schema_text("fusion" if args.fusion else "training")
-    if args.output is None:
-        print(text, end="")
-        return 0
-    try:
-        write_whole(args.output, text.encode())
-    except OSError as error:
-        raise ConfigError(f"--output {args.output}: cannot be written ({error.strerror})") from None
+    print(schema_text("fusion" if args.fusion else "training"), end="")
     return 0
 
 
@@ -131,10 +108,9 @@ def _variables() -> dict[str, Schema]:
     packing = {ENV_PREFIX + spec.name.upper(): option_schema(spec) for spec in fields(PackingConfig)}
     for schema in packing.values():
         schema.pop("default", None)
-    others: dict[str, Schema] = {name: {"description": text} for name, text in _VARIABLES.items()}
+    others: dict[str, Schema] = {name: {"description": _VARIABLES[name]} for name in NO_OPTIONS}
     others[RESUME_DATA]["enum"] = [RESTART]
     others[RESUME_FILES]["enum"] = [REPLACED]
-    assert set(NO_OPTIONS) <= set(others)
     return {**packing, **others}
 
 
@@ -172,7 +148,7 @@ def fusion_schema() -> Schema:
 SCHEMA = Command(
     name="schema",
     text="print the JSON schema of training files, for editors",
-    usage="vlpack schema [--fusion] [--output FILE]",
+    usage="vlpack schema [--fusion]",
     description=(
         "Print the JSON schema of a training file: packing options and the ENV block; the options of ms-swift pass. An "
         "editor with a YAML language server completes and checks files that begin with "

@@ -19,8 +19,6 @@ from swift_vlpack.runlog.losses import loss_at, losses_of
 from swift_vlpack.runlog.pack_log import pack_file, read_packs
 from swift_vlpack.runlog.segments import Segment, segments_of
 
-RECORDED = "packs as recorded"
-
 
 def trained_step(folder: Path, step: int) -> StepShown:
     """Return a step of the run in a folder, with its loss. Raises `ConfigError` if it is not on record."""
@@ -42,7 +40,6 @@ def trained_step(folder: Path, step: int) -> StepShown:
     return StepShown(
         step=step,
         packs=[_pack(rank, line, segment.start["origins"]) for rank, line in lines],
-        known_from=RECORDED,
         loss=None if loss is None else loss.value,
         loss_of=None if loss is None else (loss.first, loss.last),
         notes=notes if loss is not None else [*notes, "ms-swift has not logged a loss of this step"],

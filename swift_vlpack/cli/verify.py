@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
-from swift_vlpack.cli.lines import labelled, listed
 from swift_vlpack.errors import AttentionError, BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.json_lines import with_numbers
+from swift_vlpack.lines import labelled, listed
 from swift_vlpack.words import counted
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from swift_vlpack.proof.verdict import Proof
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
-NUM_SHOWN = 5
-"""Most rows of a source that the text lists; the JSON lists all."""
 _IN_WORDS = {
     "equal": "the lengths that packs are planned by are those of the full encoding",
     "fallback": "image headers are not used, every row was encoded to measure it",
@@ -181,17 +179,10 @@ def _about_lengths(sources: list[dict[str, Any]]) -> list[tuple[str, str]]:
         lines.append(said + (compared if source["num_compared"] else ""))
         if source["without_headers"]:
             lines.append(f"  because {source['without_headers']}")
-        lines += _first_rows(source["differing"], "differs", "differ")
-        without = "cannot be encoded; training leaves out and counts"
-        lines += _first_rows(source["unreadable"], f"{without} it", f"{without} them")
+        for rows, what in ((source["differing"], "other sizes"), (source["unreadable"], "left out by training")):
+            if rows:
+                lines += [f"  {counted(len(rows), 'row')}, {what}:", *(f"  {row}" for row in rows)]
     return listed("lengths", lines)
-
-
-def _first_rows(rows: list[str], one: str, many: str) -> list[str]:
-    """List the first rows below a line that counts them all."""
-    shown = [f"  {row}" for row in rows[:NUM_SHOWN]]
-    more = [f"  and {len(rows) - NUM_SHOWN} more"] if len(rows) > NUM_SHOWN else []
-    return [f"  {counted(len(rows), f'row {one}', f'rows {many}')}:", *shown, *more] if rows else []
 
 
 def _result(report: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Show packs and runs to people: in a terminal, as JSON, and as HTML pages that need no network.
 
-`values.py` defines plain values for a pack, a sample and a step as they are shown. `make_values.py` makes these values
-from the plan, the tensors and the rows of training. `terminal.py` and `browser.py` show them, and both make every text
-of a row safe (`safe_text.py`). Reports of a run (`report.py`, `report_page.py`) are also shown in a terminal or as
-HTML. `page.py` has the frame of every HTML page.
+`values.py` defines plain values for a pack, a sample and a step as they are shown, and their JSON. `make_values.py`
+makes packs from the plan, the tensors and the rows of training. `terminal.py` shows them as text, `browser.py` as a
+page of their JSON, and both make every text of a row safe (`safe_text.py`). Reports of a run (`report.py`,
+`report_page.py`) are also shown as text or as HTML. `page.py` has the frame of every HTML page.
 
 >>> from swift_vlpack.pages.terminal import pack_parts, printed
 >>> from swift_vlpack.pages.values import Member, PackShown, Piece, SequenceTensors

@@ -1,5 +1,5 @@
 (() => {
-  const { kinds, packs } = JSON.parse(document.getElementById("data").textContent);
+  const packs = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const NUM_COLOURS = 8;
   // Texts are those of the data: they only ever become text nodes and attributes.
@@ -16,7 +16,7 @@
   const haystack = new Map();
   const text = (pack) => {
     if (!haystack.has(pack)) {
-      haystack.set(pack, [...pack.members, ...pack.prefixes].flatMap((one) => [one.id || "", one.where || "", ...one.pieces.map((piece) => piece[2])])
+      haystack.set(pack, [...pack.members, ...pack.prefixes].flatMap((one) => [one.id || "", one.where || "", ...one.pieces.map((piece) => piece.text)])
         .join("\n").toLowerCase());
     }
     return haystack.get(pack);
@@ -43,7 +43,7 @@
         el("span", { class: "line" }, el("span", {}, `Pack ${pack.number}`), el("span", {}, percent(pack.fill))),
         el("span", { class: "meter", "aria-hidden": "true" },
           el("span", { style: `width:${Math.min(100, 100 * pack.fill)}%` })),
-        el("span", { class: "muted" }, `${pack.members.length} samples, ${share(pack.vision, pack.tokens)} vision`));
+        el("span", { class: "muted" }, `${pack.members.length} samples, ${share(pack.num_vision, pack.num_tokens)} vision`));
       button.addEventListener("click", () => show(pack));
       return el("li", {}, button);
     }));
@@ -69,16 +69,16 @@
 
   const whole = (pack) => [
     el("h2", { id: "headline" }, `Epoch ${pack.epoch}, pack ${pack.number}`),
-    el("p", {}, `${pack.tokens} of ${pack.capacity} tokens (${percent(pack.fill)})`
-      + (pack.prefixes.length ? ` for ${pack.alone} of the samples alone` : "") + `, ${pack.members.length} samples, `
-      + `${share(pack.supervised, pack.tokens)} supervised, ${share(pack.vision, pack.tokens)} vision; rank ${pack.rank}`
+    el("p", {}, `${pack.num_tokens} of ${pack.packing_length} tokens (${percent(pack.fill)})`
+      + (pack.prefixes.length ? ` for ${pack.num_tokens_alone} of the samples alone` : "") + `, ${pack.members.length} samples, `
+      + `${share(pack.num_supervised, pack.num_tokens)} supervised, ${share(pack.num_vision, pack.num_tokens)} vision; rank ${pack.rank}`
       + (pack.step === null ? "" : `, step ${pack.step}`)),
     bar(pack),
-    ...pack.left_out.map((line) => el("p", { class: "warn" }, "Left out: " + line)),
+    ...pack.left_out.map((line) => el("p", { class: "warn" }, `Left out: ${line.id}: ${line.reason}: ${line.error}`)),
     table(pack),
-    el("p", { class: "legend", "aria-label": "Legend" }, ...kinds.map((kind) => el("span", { class: kind }, {
+    el("p", { class: "legend", "aria-label": "Legend" }, ...Object.entries({
       prompt: "prompt", supervised: "supervised: trained", masked: "masked: of an answer, not trained", vision: "image tokens",
-    }[kind]))),
+    }).map(([kind, said]) => el("span", { class: kind }, said))),
     ...units(pack).map(([prefix, members]) => prefix === null ? sample(...members[0])
       : el("div", { class: "unit" }, prefixSection(prefix, members), ...members.map((one) => sample(...one)))),
   ];
@@ -98,10 +98,10 @@
 
   const bar = (pack) => el("div", { class: "bar", role: "group", "aria-label": "Samples to scale" },
     ...units(pack).flatMap(([prefix, members]) => [
-      ...(prefix === null ? [] : [block(`prefix of ${rows(members)}: ${prefix.tokens} tokens`, prefixId(members), prefix.tokens)]),
-      ...members.map(([one, at]) => block(`${one.id}: ${one.tokens} tokens`, `s${at}`, one.tokens, colour(at))),
+      ...(prefix === null ? [] : [block(`prefix of ${rows(members)}: ${prefix.num_tokens} tokens`, prefixId(members), prefix.num_tokens)]),
+      ...members.map(([one, at]) => block(`${one.id}: ${one.num_tokens} tokens`, `s${at}`, one.num_tokens, colour(at))),
     ]),
-    el("span", { class: "free", style: `flex:${Math.max(0, pack.capacity - pack.tokens)} 1 0` }));
+    el("span", { class: "free", style: `flex:${Math.max(0, pack.packing_length - pack.num_tokens)} 1 0` }));
 
   const block = (said, to, tokens, background = null) => el("a", {
     href: `#${to}`, title: said, "aria-label": said, class: background === null ? "prefix" : null,
@@ -114,9 +114,9 @@
         .map(([name, of]) => el("th", { scope: "col", class: of }, name)))),
       el("tbody", {}, ...units(pack).flatMap(([prefix, members]) => [
         ...(prefix === null ? [] : [line(el("b", {}, chip(), el("a", { href: `#${prefixId(members)}` }, `prefix of ${rows(members)}`)),
-          prefix, prefix.tokens, 0)]),
+          prefix, prefix.num_tokens, 0)]),
         ...members.map(([one, at]) => line(el("span", { class: prefix === null ? null : "branch" }, chip(colour(at)),
-          el("a", { href: `#s${at}` }, one.id)), one, (prefix === null ? "" : "+ ") + one.tokens, one.supervised)),
+          el("a", { href: `#s${at}` }, one.id)), one, (prefix === null ? "" : "+ ") + one.num_tokens, one.num_supervised)),
       ]))));
 
   const chip = (background = null) => el("span", { class: background === null ? "chip prefix" : "chip",
@@ -124,8 +124,8 @@
 
   const line = (name, one, tokens, supervised) => el("tr", {},
     el("td", {}, name), el("td", { class: "n" }, tokens), el("td", { class: "n" }, supervised),
-    el("td", { class: "n" }, share(one.vision, one.tokens)),
-    el("td", { class: "wide" }, one.pictures.map((picture) => picture.text).join(", ")));
+    el("td", { class: "n" }, share(one.num_vision, one.num_tokens)),
+    el("td", { class: "wide" }, one.pictures.map(pictureText).join(", ")));
 
   const prefixSection = (prefix, members) => el("section", { class: "sample prefix", id: prefixId(members), tabindex: "-1" },
     el("h3", {}, `Prefix of ${rows(members)}, computed once`),
@@ -136,16 +136,19 @@
     el("p", { class: "muted mono" }, one.where),
     ...content(one));
 
+  const positions = (one) => Object.entries(one.positions).map(([axis, [low, high]]) => `${axis} ${low}-${high}`).join(", ");
+  const pictureText = (one) => one.kind + (one.width === null ? "" : ` ${one.width}x${one.height}`)
+    + (one.num_tokens === null ? "" : ` = ${one.num_tokens} tokens`);
   const content = (one) => [
-    el("p", { class: "muted" }, `tokens ${one.start}-${one.start + one.tokens - 1} of the sequence; positions: ${one.positions.join(", ")}`),
+    el("p", { class: "muted" }, `tokens ${one.start}-${one.start + one.num_tokens - 1} of the sequence; positions: ${positions(one)}`),
     one.pictures.length ? el("ul", { class: "thumbs" }, ...one.pictures.map(picture)) : "",
-    el("p", { class: "text" }, ...one.pieces.map(([kind, tokens, words]) =>
-      el("span", { class: kinds[kind], title: `${kinds[kind]}, ${tokens} tokens` }, words))),
+    el("p", { class: "text" }, ...one.pieces.map((piece) =>
+      el("span", { class: piece.kind, title: `${piece.kind}, ${piece.num_tokens} tokens` }, piece.text))),
   ];
 
   const picture = (one) => el("li", {}, el("figure", {},
     (one.thumbnail || "").startsWith("data:image/jpeg;base64,") ? el("img", { src: one.thumbnail, alt: "" }) : "",
-    el("figcaption", { title: one.name }, one.text)));
+    el("figcaption", { title: one.name }, pictureText(one))));
 
   const go = (by) => {
     const next = shown[shown.indexOf(current) + by];

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +41,6 @@ from swift_vlpack.pages.values import (
 )
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.report import sharing_report
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.media import is_name, media, real_file
 from swift_vlpack.rows.samples import SampleId
@@ -51,42 +49,23 @@ THUMBNAIL = 128
 """Pixels of a thumbnail's longer side: some 4 KB as JPEG, so that a page of 20 MB holds thousands of them."""
 _QUALITY = 70
 _AXES = ("time", "height", "width")
-_TENTHS = 10
 
 # -- an epoch ---------------------------------------------------------------------------------------------------------
 
 
 def overview_of(plan: EpochPlan) -> dict[str, Any]:
-    """Summarize an epoch: the fill of its packs, the sources of their samples, and the longest and emptiest pack."""
+    """Name the longest and the emptiest pack of an epoch. All else of an epoch is said by `vlpack plan`."""
     packs, tokens = plan.packs, plan.packs.num_tokens_per_pack
-    has_samples = tokens > 0  # a pack without a sample only completes a step
-    fills = tokens[has_samples] / packs.config.packing_length
-    tenths = np.minimum((fills * _TENTHS).astype(int), _TENTHS)
-    counts = np.bincount(tenths, minlength=_TENTHS + 1)
-    labels = [f"{10 * tenth}-{10 * tenth + 9}%" for tenth in range(_TENTHS)] + ["100%"]
-    sources = plan.schedule.source[packs.members]
-    own = plan.lengths[packs.members] - packs.shared_of_members
-    shared = {"shared": sharing_report(packs)} if packs.config.shares_media else {}
+    has_samples = np.flatnonzero(tokens > 0)  # a pack without a sample only completes a step
     return {
         "epoch": plan.epoch,
         "num_ranks": plan.num_ranks,
         "num_packs": len(plan),
         "packing_length": packs.config.packing_length,
         "num_samples": len(packs.members),
-        "num_tokens": int(tokens.sum()),
         "mean_fill": round(packs.mean_fill, 4),
-        "fills": {label: int(count) for label, count in zip(labels, counts, strict=True) if count},
-        "sources": {
-            name: {
-                "samples": int((sources == number).sum()),
-                "tokens": int(own[sources == number].sum()),
-            }
-            for number, name in enumerate(plan.schedule.names)
-        },
         "longest": int(tokens.argmax()),
-        "emptiest": int(np.flatnonzero(has_samples)[fills.argmin()]),
-        "num_left_out": len(plan.schedule) - len(packs.members),
-        **shared,
+        "emptiest": int(has_samples[tokens[has_samples].argmin()]),
     }
 
 
@@ -127,18 +106,11 @@ def pack_shown(batch: Batch, place: Place, lookup: SampleLookup, packing_length:
     lengths = tuple(stop - start for start, stop in pairwise(sequence.cu_seqlens))
     # Not strict, because padding after the samples has boundaries and no sample.
     for sample_id, tokens in zip(record.sample_ids, Boundaries(lengths, tuple(sequence.parents)).samples, strict=False):
-        *prefix, own = (slice(*one) for one in tokens)
-        ids, labels = (
-            [token for part in (*prefix, own) for token in of_sequence[part]]
-            for of_sequence in (sequence.input_ids, sequence.labels)
-        )
-        sample = SampleTokens(sample_id, ids, labels, num_shared=len(ids) - (own.stop - own.start))
-        member = member_of(sample, lookup, start=own.start, positions=positions)
-        if prefix:
-            start = prefix[0].start
-            before = prefixes.get(start) or prefix_of(sample, lookup, start=start, positions=positions)
-            prefixes[start] = replace(before, members=[*before.members, len(members)])
-            member = replace(member, prefix=[*prefixes].index(start))
+        shared, member = segments_of(sample_id, [slice(*one) for one in tokens], sequence, positions, lookup)
+        if shared is not None:
+            before = prefixes.get(shared.start, shared)
+            prefixes[shared.start] = replace(before, members=[*before.members, len(members)])
+            member = replace(member, prefix=[*prefixes].index(shared.start))
         members.append(member)
     return PackShown(
         epoch=record.epoch,
@@ -167,72 +139,48 @@ def tensors_of(batch: Batch) -> SequenceTensors:
     )
 
 
-class SampleTokens(NamedTuple):
-    """A whole sample; its first `num_shared` tokens are those of a prefix."""
-
-    sample_id: SampleId
-    ids: Sequence[int]
-    labels: Sequence[int]
-    num_shared: int = 0
-
-
-def member_of(
-    sample: SampleTokens,
+def segments_of(
+    sample_id: SampleId,
+    places: Sequence[slice],
+    sequence: SequenceTensors,
+    positions: Mapping[str, list[int]],
     lookup: SampleLookup,
-    *,
-    start: int = 0,
-    positions: Mapping[str, list[int]] = MappingProxyType({}),
-) -> Member:
-    """Show the tokens of a sample that are its own, which begin at `start` of a sequence with these `positions`."""
-    sample_id, ids, labels, num_shared = sample
-    kinds, pictures = _looked_up(sample, lookup)
-    pictures = [] if num_shared else pictures  # the prefix has them
-    own_ids, own_kinds = ids[num_shared:], kinds[num_shared:]
-    return Member(
-        id=str(sample_id),
-        where=lookup.where_of(sample_id),
-        source=sample_id.source,
-        start=start,
-        num_tokens=len(own_ids),
-        num_supervised=sum(label != NO_LABEL for label in labels[num_shared:]),
-        num_vision=own_kinds.count(VISION),
-        positions=_ranges(positions, start, len(own_ids)),
-        pictures=pictures,
-        pieces=pieces_of(own_ids, own_kinds, pictures, lookup.decode),
+) -> tuple[SharedPrefix | None, Member]:
+    """Show the prefix of a sample, if it has one, and the rest. `places` are their tokens in the sequence."""
+    *prefix, own = places
+    ids, labels = (
+        [token for place in places for token in of_sequence[place]]
+        for of_sequence in (sequence.input_ids, sequence.labels)
     )
-
-
-def prefix_of(
-    sample: SampleTokens, lookup: SampleLookup, *, start: int, positions: Mapping[str, list[int]]
-) -> SharedPrefix:
-    """Show the tokens of a sample that it shares, which begin at `start` of a sequence with these `positions`."""
-    ids, num_tokens = sample.ids, sample.num_shared
-    kinds, pictures = _looked_up(sample, lookup)
-    return SharedPrefix(
-        members=(),
-        start=start,
-        num_tokens=num_tokens,
-        num_vision=kinds[:num_tokens].count(VISION),
-        positions=_ranges(positions, start, num_tokens),
-        pictures=pictures,
-        pieces=pieces_of(ids[:num_tokens], kinds[:num_tokens], pictures, lookup.decode),
-    )
-
-
-def _looked_up(sample: SampleTokens, lookup: SampleLookup) -> tuple[list[str], list[Picture]]:
-    """Tell the kinds of the tokens of a whole sample, and list its images and videos."""
-    sample_id, ids, labels, _ = sample
+    num_shared = sum(place.stop - place.start for place in prefix)
     answer = lookup.answer_of(sample_id)
     is_same_encoding = answer is not None and len(answer) == len(ids)
     kinds = kinds_of(ids, labels, lookup.placeholders, answer if is_same_encoding else None)
     row = lookup.row_of(sample_id)
     nums = [stop - first for kind, first, stop in _runs(kinds) if kind == VISION]
-    return kinds, [] if row is None else pictures_of(row, nums, with_thumbnails=lookup.with_thumbnails)
+    pictures = [] if row is None else pictures_of(row, nums, with_thumbnails=lookup.with_thumbnails)
 
+    def content(tokens: slice, place: slice, pictures: Sequence[Picture]) -> dict[str, Any]:
+        return {
+            "start": place.start,
+            "num_tokens": place.stop - place.start,
+            "num_vision": kinds[tokens].count(VISION),
+            "num_supervised": sum(label != NO_LABEL for label in labels[tokens]),
+            "positions": {name: (min(axis[place]), max(axis[place])) for name, axis in positions.items()},
+            "pictures": pictures,
+            "pieces": pieces_of(ids[tokens], kinds[tokens], pictures, lookup.decode),
+        }
 
-def _ranges(positions: Mapping[str, list[int]], start: int, num_tokens: int) -> dict[str, tuple[int, int]]:
-    inside = slice(start, start + num_tokens)
-    return {name: (min(numbers[inside]), max(numbers[inside])) for name, numbers in positions.items()}
+    member = Member(
+        id=str(sample_id),
+        source=sample_id.source,
+        where=lookup.where_of(sample_id),
+        # A prefix has all media of its rows.
+        **content(slice(num_shared, None), own, [] if prefix else pictures),
+    )
+    if not prefix:
+        return None, member
+    return SharedPrefix(members=(), **content(slice(num_shared), prefix[0], pictures)), member
 
 
 def _positions(batch: Batch) -> dict[str, list[int]]:
@@ -282,7 +230,7 @@ def pieces_of(
         if kind != VISION:
             made.append(Piece(kind, stop - start, decode(list(ids[start:stop]))))
             continue
-        picture = next(left)._replace(num_tokens=stop - start) if is_one_each else Picture("vision", stop - start)
+        picture = replace(next(left), num_tokens=stop - start) if is_one_each else Picture("vision", stop - start)
         made.append(Piece(VISION, stop - start, f"[{picture}]"))
     return made
 
@@ -321,9 +269,9 @@ def _picture(kind: str, value: Any, num_tokens: int | None, with_thumbnails: boo
     if file is None:
         return picture
     with suppress(Exception), Image.open(file) as image:  # Pillow raises many things for a broken file: no size then
-        picture = picture._replace(width=image.width, height=image.height)
+        picture = replace(picture, width=image.width, height=image.height)
         if with_thumbnails:
-            picture = picture._replace(thumbnail=_thumbnail(image))
+            picture = replace(picture, thumbnail=_thumbnail(image))
     return picture
 
 

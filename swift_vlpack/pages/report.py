@@ -1,8 +1,6 @@
-"""Put the report of a run (`runlog/report.py`) into words, and print it in a terminal.
+"""Put the report of a run (`runlog/report.py`) into words: labelled lines and tables.
 
-`sections` turns the report into labelled lines and tables. A terminal prints them as they are; `report_page.py` adds
-three lines over steps. rich is imported inside of functions, because `vlpack --help` imports this module and has to be
-quick.
+A terminal shows them as they are (`cli/report.py`); `report_page.py` adds three lines over steps.
 """
 
 from __future__ import annotations
@@ -10,30 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from io import StringIO
-from itertools import pairwise
-from typing import IO, Any
+from typing import Any
 
 from swift_vlpack.words import by_reason, counted
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_MOST_BLOCKS = 60
-_WIDTH_OF_NO_TERMINAL = 120
-_NARROW = 80
 Report = dict[str, Any]
 Line = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a report with a title: labelled lines, then a table."""
+    """A part of a report with a title: labelled lines, then a table of a name and numbers."""
 
     title: str
     lines: Sequence[Line] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    num_texts: int = 1
-    """Number of leading columns that are texts; the other columns are numbers, aligned to the right."""
 
 
 def sections(report: Report) -> list[Section]:
@@ -87,6 +77,8 @@ def _trained(report: Report) -> Iterator[Line]:
     if trained["seconds"]:
         speed = f"{grouped(trained['tokens_per_second'])} tokens and {trained['samples_per_second']:g} samples a second"
         yield "speed", f"{speed} over {duration(trained['seconds'])}, without evaluation and saving"
+    if logged := [point for point in report["series"] if point["loss"] is not None]:
+        yield "loss", ", ".join(f"{point['loss']:.4g} at step {point['step']}" for point in (logged[0], logged[-1]))
     if balance["trained"] is not None:
         planned = f"; planned {balance['planned']:.3f} by cost" if balance["planned"] is not None else ""
         yield "balance", f"the slowest rank of a step has {balance['trained']:.3f} x the mean rank's tokens{planned}"
@@ -141,17 +133,16 @@ def _left_out(left_out: Report) -> Section:
         lines.append(("listed in", left_out["file"]))
     if left_out["not_listed"]:
         lines.append(("not listed", f"{by_reason(left_out['not_listed'])}: counted in epoch reports only"))
-    rows = [
-        (reason, about["meaning"], about["remedy"] or "repair or remove the rows", str(about["num_rows"]))
-        for reason, about in left_out["reasons"].items()
-    ]
-    return Section("Left out", lines, ("reason", "what it is", "what to do", "rows"), rows, num_texts=3)
+    for reason, about in left_out["reasons"].items():
+        remedy = about["remedy"] or "repair or remove the rows"
+        lines.append((reason, f"{counted(about['num_rows'], 'row')}: {about['meaning']}; {remedy}"))
+    return Section("Left out", lines)
 
 
 def _epochs(epochs: Sequence[Report]) -> Section:
     rows = [
         (
-            f"{epoch['epoch']}" + ("" if epoch["is_finished"] else f", up to {epoch['as_of']}"),
+            str(epoch["epoch"]),
             str(epoch["num_packs"]),
             str(epoch["num_samples"]),
             grouped(epoch["num_tokens"]),
@@ -163,7 +154,9 @@ def _epochs(epochs: Sequence[Report]) -> Section:
         for epoch in epochs
     ]
     columns = ("epoch", "packs", "samples", "tokens", "fill", "p5, p50, p95", "single-long", "left out")
-    lines = [(f"epoch {epoch['epoch']}", epoch["account"]) for epoch in epochs if epoch["is_finished"]]
+    lines = [
+        (f"epoch {one['epoch']}", one["account"] if one["is_finished"] else f"up to {one['as_of']}") for one in epochs
+    ]
     return Section("Epochs", lines, columns, rows)
 
 
@@ -199,83 +192,3 @@ def clock(when: str) -> str:
 
 def _or_dash(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
-
-
-# -- in a terminal ----------------------------------------------------------------------------------------------------
-
-
-def print_report(report: Report, file: IO[str]) -> None:
-    """Print a report: in colour on a terminal, plain in a file or a pipe."""
-    from rich.console import Console
-
-    if file.isatty():
-        _print(Console(file=file, highlight=False, markup=False), report)
-        return
-    plain = StringIO()
-    _print(Console(file=plain, highlight=False, markup=False, width=_WIDTH_OF_NO_TERMINAL, color_system=None), report)
-    # rich pads every line to the full width. Strip that, because a diff of two reports would show it.
-    file.write("".join(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines()))
-
-
-def _print(console: Any, report: Report) -> None:
-    for section in sections(report):
-        console.print(section.title, style="bold")
-        _print_lines(console, section)
-        if section.title == "Trained":
-            _print_curves(console, report["series"])
-        if section.rows:
-            console.print(_table(section, is_narrow=console.width < _NARROW))
-        console.print()
-
-
-def _print_lines(console: Any, section: Section) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(min_width=12, style="cyan")
-    grid.add_column(overflow="fold")
-    for label, text in section.lines:
-        grid.add_row(Text(f"  {label}"), Text(text))
-    if section.lines:
-        console.print(grid)
-
-
-def _print_curves(console: Any, series: Sequence[Report]) -> None:
-    """Draw fill, speed and loss over steps as lines of blocks."""
-    for name, key in (("fill", "fill"), ("tokens/s", "tokens_per_second"), ("loss", "loss")):
-        values = [point[key] for point in series if point[key] is not None]
-        if len(values) > 1:
-            limits = f"{min(values):,.4g} to {max(values):,.4g}"
-            curve = sparkline(values, min(_MOST_BLOCKS, console.width - len(limits) - 15))
-            console.print(f"  {name:<10} {curve}  {limits}", style="dim")
-
-
-def sparkline(values: Sequence[float], most: int = _MOST_BLOCKS) -> str:
-    """Draw values as blocks of eight heights. More than `most` values are reduced to means of neighbours.
-
-    >>> sparkline([0, 1, 2, 7]), sparkline([1, 1, 7, 7], most=2), sparkline([3, 3])
-    ('▁▂▃█', '▁█', '▁▁')
-    """
-    num = min(most, len(values))
-    cuts = [round(at * len(values) / num) for at in range(num + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, span = min(means), max(means) - min(means)
-    return "".join(_BLOCKS[round((mean - low) / span * 7) if span else 0] for mean in means)
-
-
-def _table(section: Section, *, is_narrow: bool) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if is_narrow else 1))
-    for at, name in enumerate(section.columns):
-        if at < section.num_texts:
-            table.add_column(name, overflow="fold")
-        else:  # no number is broken
-            longest = max(len(row[at]) for row in section.rows)
-            table.add_column(name, justify="right", overflow="fold", min_width=longest)
-    for row in section.rows:
-        table.add_row(*map(Text, row))
-    return table

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from swift_vlpack.pages.page import page, subject
 from swift_vlpack.pages.report import Report, Section, grouped, percent, sections, state
-from swift_vlpack.pages.safe_text import without_home
+from swift_vlpack.pages.safe_text import texts_changed, without_home
 
 Point = tuple[float, float | None]
 WIDTH, LEFT, TOP, BOTTOM = 420, 66, 12, 132
 """Places of a drawing in its own units; the page scales it to its column."""
-MOST_POINTS = 500
 STYLE = """
 .lines { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .line { margin: 0; padding: .6rem .8rem; background: var(--card); border: 1px solid var(--line); border-radius: .5rem; }
@@ -41,19 +38,11 @@ def report_page(report: Report) -> str:
     """Return the page. Paths are relative to the run's parent folder, because pages are read on other machines."""
     folder = Path(report["folder"]).resolve()
     name = subject(report["run"]["model"], report["sources"])
-    report = _without_place(report, f"{folder.parent}/" if folder.parent.name else "")
+    above = f"{folder.parent}/" if folder.parent.name else ""
+    report = texts_changed(report, lambda text: without_home(text.replace(above, "")))
     parts = [f"<p>{escape(state(report))}</p>", _tiles(report), _lines(report)]
     parts += [_section(section) for section in sections(report)]
     return page(f"Report: {name} ({folder.name})" if name else f"Report: {folder.name}", "\n".join(parts), STYLE)
-
-
-def _without_place(value: Any, above: str) -> Any:
-    """Remove the path above the run's folder from every text of the report, and write home folders as `~`."""
-    if isinstance(value, str):
-        return without_home(value.replace(above, ""))
-    if isinstance(value, Mapping):
-        return {name: _without_place(one, above) for name, one in value.items()}
-    return [_without_place(one, above) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _tiles(report: Report) -> str:
@@ -118,7 +107,7 @@ def line(
         return f"{BOTTOM - (value - low) / ((high - low) or 1) * (BOTTOM - TOP):.1f}"
 
     path, is_gap = [], True
-    for step, value in thinned(points):
+    for step, value in points:
         if value is not None:
             # The step of no length draws a dot, where both neighbours are gaps.
             path.append(f"M{x(step)} {y(value)}h0" if is_gap else f"L{x(step)} {y(value)}")
@@ -141,29 +130,6 @@ def line(
     )
 
 
-def thinned(points: Sequence[Point]) -> Iterator[Point]:
-    """Yield at most about `MOST_POINTS`: of neighbours the lowest and the highest, so that a single spike is seen.
-
-    >>> list(thinned([(1, 2.0), (2, None)]))
-    [(1, 2.0), (2, None)]
-    >>> points = [(step, 9.0 if step == 1800 else step % 7) for step in range(3000)]
-    >>> len(list(thinned(points))), (1800, 9.0) in thinned(points)
-    (500, True)
-    """
-    if len(points) <= MOST_POINTS:
-        yield from points
-        return
-    num_together = math.ceil(2 * len(points) / MOST_POINTS)
-    for start in range(0, len(points), num_together):
-        together = points[start : start + num_together]
-        known = [(step, value) for step, value in together if value is not None]
-        if not known:
-            yield together[0]
-            continue
-        lowest, highest = min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])
-        yield from sorted({lowest, highest})
-
-
 # -- sections ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +144,7 @@ def _section(section: Section) -> str:
 
 
 def _table(section: Section) -> str:
-    kinds = ["" if at < section.num_texts else ' class="n"' for at in range(len(section.columns))]
+    kinds = ["", *[' class="n"'] * (len(section.columns) - 1)]
     head = "".join(
         f'<th{kind} scope="col">{escape(name)}</th>' for name, kind in zip(section.columns, kinds, strict=True)
     )

@@ -10,7 +10,9 @@ that name files through `without_home` before they get into a page.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 # Control characters, marks of writing direction, separators of lines and paragraphs, and code points without a
 # character.
@@ -46,3 +48,16 @@ def without_home(text: str) -> str:
     """
     own = re.escape(str(Path.home()))
     return re.sub(rf"(?<![\w.~-])(?:{own}|/(?:home|Users)/[^/\s:,;)'\"]+)(?![\w.-])", "~", text)
+
+
+def texts_changed(value: Any, change: Callable[[str], str], *, but: str = "") -> Any:
+    """Change every text of a JSON value, but those under the key `but`.
+
+    >>> texts_changed({"name": "a", "of": ["b", 1], "text": "c"}, str.upper, but="text")
+    {'name': 'A', 'of': ['B', 1], 'text': 'c'}
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: one if name == but else texts_changed(one, change, but=but) for name, one in value.items()}
+    return [texts_changed(one, change, but=but) for one in value] if isinstance(value, (list, tuple)) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
@@ -21,9 +21,9 @@ from swift_vlpack.pages.values import (
     PROMPT,
     SUPERVISED,
     VISION,
-    Member,
     PackShown,
     Picture,
+    Segment,
     SharedPrefix,
     StepShown,
     TrainedPack,
@@ -38,7 +38,6 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _PREFIX = "="
 """Stands for a prefix where letters stand for samples."""
 WIDEST_BAR = 100
-_WIDEST_FILL_BAR = 40
 _NUM_NAMED = 4
 """Most images of a sample that the table lists: a document may have hundreds."""
 
@@ -55,38 +54,45 @@ def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) 
     return file.getvalue()
 
 
-def overview_parts(overview: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Show the overview of an epoch (`overview_of`): histogram of fill, sources, longest and emptiest pack."""
-    yield Text(
+def overview_line(overview: Mapping[str, Any]) -> str:
+    """Say what an epoch has (`overview_of`), and which packs are worth a look."""
+    return (
         f"epoch {overview['epoch']}: {overview['num_packs']} packs of {overview['packing_length']} tokens for "
-        f"{counted(overview['num_ranks'], 'rank')}, {overview['num_samples']} samples, "
-        f"fill {overview['mean_fill']:.1%} mean",
-        "bold",
+        f"{counted(overview['num_ranks'], 'rank')}, {overview['num_samples']} samples, fill "
+        f"{overview['mean_fill']:.1%} mean; longest pack {overview['longest']}, emptiest pack {overview['emptiest']}"
     )
-    most = max(overview["fills"].values(), default=1)
-    for label, count in overview["fills"].items():
-        bar = "#" * max(1, round(_WIDEST_FILL_BAR * count / most))
-        yield Text(f"{label:>10} full {count:>8}  ").append(bar, "cyan")
-    for name, source in overview["sources"].items():
-        yield Text(visible(f"{name}: {source['samples']} samples, {source['tokens']} tokens"), "dim")
-    if shared := overview.get("shared"):
-        units = f"{shared['num_in_units']} samples in {counted(shared['num_units'], 'unit')}"
-        tokens = f"{shared['num_tokens']} of {shared['num_tokens_alone']} tokens computed"
-        yield Text(f"shared: {units}, {shared['num_alone']} alone, {tokens}", "dim")
-    yield Text(
-        f"longest pack {overview['longest']}, emptiest pack {overview['emptiest']}, rows in no pack "
-        f"{overview['num_left_out']}\n",
-        "dim",
-    )
+
+
+class Drawn(NamedTuple):
+    """A segment of a pack, and the words and the style that stand for it."""
+
+    mark: str
+    name: str
+    tokens: str
+    style: str
+    segment: Segment
+
+
+def drawn(pack: PackShown) -> Iterator[Drawn]:
+    """Yield the segments of a pack: `=` stands for a prefix, letters and colours stand for samples."""
+    at = 0
+    for one in pack.segments:
+        if isinstance(one, SharedPrefix):
+            name = f"prefix of {', '.join(map(letter, one.members))}"
+            yield Drawn(_PREFIX, name, str(one.num_tokens), "", one)
+        else:
+            tokens = str(one.num_tokens) if one.prefix is None else f"+ {one.num_tokens}"
+            yield Drawn(letter(at), visible(one.id), tokens, _SAMPLES[at % len(_SAMPLES)], one)
+            at += 1
 
 
 def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
     """Show a pack: headline, bar, table of samples, left-out samples, and the text of each sample."""
     yield Text(headline(pack), "bold")
-    yield from _bar(pack, min(WIDEST_BAR, width - 2))
+    yield _bar(pack, min(WIDEST_BAR, width - 2))
     yield _members(pack)
-    for one in pack.left_out:
-        yield Text(visible(f"left out: {one['id']}: {one['reason']}: {one['error']}"), "yellow")
+    for gone in pack.left_out:
+        yield Text(visible(f"left out: {gone['id']}: {gone['reason']}: {gone['error']}"), "yellow")
     yield Text(
         f"boundaries (cu_seqlens): {', '.join(map(str, pack.sequence.cu_seqlens if pack.sequence else ()))}\n"
         + (f"{_PREFIX} prefix, computed once: the samples below it go on from it\n" if pack.prefixes else "")
@@ -94,13 +100,12 @@ def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
         f"{MARKS[VISION]} vision   no mark: prompt",
         "dim",
     )
-    at = 0
-    for segment in pack.segments:
-        if isinstance(segment, SharedPrefix):
-            yield from _prefix_parts(segment, width)
-            continue
-        yield from member_parts(segment, width, letter(at), _colour(at))
-        at += 1
+    for mark, name, _, style, one in drawn(pack):
+        positions = ", ".join(f"{axis} {low}-{high}" for axis, (low, high) in one.positions.items())
+        last = one.start + one.num_tokens - 1
+        said = f"\n{mark} {name}: tokens {one.start}-{last} of the sequence; positions: {positions}"
+        yield Text(said, f"bold {style}")
+        yield from piece_lines(one, width)
     yield Text()
 
 
@@ -136,18 +141,13 @@ def bar_widths(lengths: Sequence[int], capacity: int, width: int) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def _bar(pack: PackShown, width: int) -> Iterator[Text]:
-    segments = pack.segments
-    widths = bar_widths([one.num_tokens for one in segments], pack.packing_length, width)
-    bar, at = Text("["), 0
-    for one, cells in zip(segments, widths, strict=True):
-        if isinstance(one, SharedPrefix):
-            bar.append(_PREFIX * cells, "bold reverse")
-            continue
-        bar.append(letter(at) * cells, f"black on {_colour(at)}")
-        at += 1
+def _bar(pack: PackShown, width: int) -> Text:
+    widths = bar_widths([one.num_tokens for one in pack.segments], pack.packing_length, width)
+    bar = Text("[")
+    for (mark, _, _, style, _), cells in zip(drawn(pack), widths, strict=True):
+        bar.append(mark * cells, f"black on {style}" if style else "bold reverse")
     bar.append("." * (width - sum(widths)), "dim")
-    yield bar.append("]")
+    return bar.append("]")
 
 
 def _members(pack: PackShown) -> RenderableType:
@@ -158,39 +158,17 @@ def _members(pack: PackShown) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("images", overflow="fold")
     table.add_column("where", overflow="fold")
-    at = 0
-    for member in pack.segments:
-        if isinstance(member, SharedPrefix):
-            table.add_row(
-                Text(_PREFIX, "bold"),
-                Text(f"prefix of {letters(member)}", "bold"),
-                str(member.num_tokens),
-                "0",
-                f"{member.num_vision / max(1, member.num_tokens):.0%}",
-                Text(visible(pictures_text(member.pictures))),
-                "",
-            )
-            continue
+    for mark, name, tokens, style, one in drawn(pack):
         table.add_row(
-            Text(letter(at), _colour(at)),
-            Text(visible(member.id)),
-            str(member.num_tokens) if member.prefix is None else f"+ {member.num_tokens}",
-            str(member.num_supervised),
-            f"{member.share_of_vision:.0%}",
-            Text(visible(pictures_text(member.pictures))),
-            Text(visible(member.where), "dim"),
+            Text(mark, style),
+            Text(name),
+            tokens,
+            str(one.num_supervised),
+            _share(one.num_vision, one.num_tokens),
+            Text(visible(pictures_text(one.pictures))),
+            Text(visible(one.where), "dim"),
         )
-        at += 1
     return table
-
-
-def letters(prefix: SharedPrefix) -> str:
-    """Return the letters of the branches of a prefix.
-
-    >>> letters(SharedPrefix(members=[1, 2, 4], start=0, num_tokens=9, num_vision=4, positions={}))
-    'B, C, E'
-    """
-    return ", ".join(map(letter, prefix.members))
 
 
 def pictures_text(pictures: Sequence[Picture]) -> str:
@@ -208,30 +186,10 @@ def pictures_text(pictures: Sequence[Picture]) -> str:
     return ", ".join(map(short, pictures[:_NUM_NAMED])) + (f", and {more} more" if more > 0 else "")
 
 
-def member_parts(member: Member, width: int, name: str, colour: str) -> Iterator[Text]:
-    """Show a sample: where it is in the sequence, then its text."""
-    positions = ", ".join(f"{axis} {low}-{high}" for axis, (low, high) in member.positions.items())
-    last = member.start + member.num_tokens - 1
-    yield Text(
-        visible(f"\n{name} {member.id}: tokens {member.start}-{last} of the sequence; positions: {positions}"),
-        f"bold {colour}",
-    )
-    yield from piece_lines(member, width)
-
-
-def _prefix_parts(prefix: SharedPrefix, width: int) -> Iterator[Text]:
-    """Show a prefix: where it is in the sequence, then its text."""
-    positions = ", ".join(f"{axis} {low}-{high}" for axis, (low, high) in prefix.positions.items())
-    last = prefix.start + prefix.num_tokens - 1
-    of = f"tokens {prefix.start}-{last} of the sequence, for {letters(prefix)}"
-    yield Text(f"\n{_PREFIX} prefix: {of}; positions: {positions}", "bold")
-    yield from piece_lines(prefix, width)
-
-
-def piece_lines(member: Member | SharedPrefix, width: int) -> Iterator[Text]:
+def piece_lines(segment: Segment, width: int) -> Iterator[Text]:
     """Write the text of a sample, with a mark before every line, also where the width breaks a line."""
     console = Console(width=width, file=io.StringIO())
-    for piece in member.pieces:
+    for piece in segment.pieces:
         lines = visible(piece.text).split("\n")
         # A newline at the end of a piece belongs to its last line, and begins no new one.
         shown = [f"{line}⏎" for line in lines[:-1]] + lines[-1:] * bool(lines[-1])
@@ -240,18 +198,14 @@ def piece_lines(member: Member | SharedPrefix, width: int) -> Iterator[Text]:
                 yield Text(f"{MARKS[piece.kind]} ").append(part.plain, STYLES[piece.kind])
 
 
-def example_parts(member: Member, width: int) -> Iterator[RenderableType]:
-    """Show a sample by itself: its counts, then its text."""
-    text = "".join(piece.text for piece in member.pieces)
-    counts = f"{member.num_tokens} tokens, {member.num_supervised} supervised, {len(text)} characters"
-    rate = f"{len(text.split())} words, {len(text) / max(1, member.num_tokens):.2f} characters a token"
-    yield Text(visible(f"\n{member.id} ({member.where}): {counts}, {rate}"), "bold")
-    yield from piece_lines(member, width)
-
-
 def step_parts(step: StepShown) -> Iterator[RenderableType]:
     """Show a step: a headline with its loss, notes, and a table of its packs by rank."""
-    yield Text(step_headline(step), "bold")
+    loss = ""
+    if step.loss is not None and step.loss_of is not None:
+        first, last = step.loss_of
+        loss = f"loss {step.loss:g}{'' if first == last else f' (mean of steps {first}-{last})'}; "
+    packs, samples = counted(len(step.packs), "pack"), counted(step.num_samples, "sample")
+    yield Text(f"step {step.step}: {loss}{packs}, {samples}", "bold")
     for note in step.notes:
         yield Text(visible(note), "yellow")
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
@@ -280,20 +234,6 @@ def tokens_text(pack: TrainedPack, at: int) -> str:
     """
     num_shared = pack.shared[at] if pack.shared else 0
     return f"{pack.lengths[at]} ({num_shared} shared)" if num_shared else str(pack.lengths[at])
-
-
-def step_headline(step: StepShown) -> str:
-    """Return the headline of a step: its loss in the log, its packs and samples."""
-    loss = ""
-    if step.loss is not None and step.loss_of is not None:
-        first, last = step.loss_of
-        loss = f"loss {step.loss:g}{'' if first == last else f' (mean of steps {first}-{last})'}; "
-    packs, samples = counted(len(step.packs), "pack"), counted(step.num_samples, "sample")
-    return f"step {step.step}: {loss}{packs}, {samples}, {step.known_from}"
-
-
-def _colour(at: int) -> str:
-    return _SAMPLES[at % len(_SAMPLES)]
 
 
 def _share(part: int, whole: int) -> str:

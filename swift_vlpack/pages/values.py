@@ -1,20 +1,21 @@
 """Define plain values for packs, samples and steps as they are shown: no tensors, no layout.
 
-`make_values.py` makes these values from the objects of training. `terminal.py` and `browser.py` show them, and
-`as_json` writes them for other programs. Field names are keys of that JSON, so do not rename them.
+`make_values.py` makes packs from the objects of training. `terminal.py` shows them as text, `browser.py` as a page of
+their JSON, and `as_json` writes it for other programs. Field names are keys of that JSON, so do not rename them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-PROMPT, SUPERVISED, MASKED, VISION = KINDS = ("prompt", "supervised", "masked", "vision")
+PROMPT, SUPERVISED, MASKED, VISION = ("prompt", "supervised", "masked", "vision")
 """Kinds of tokens: in the prompt; in an answer and trained; in an answer and not trained; of an image or a video."""
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """Consecutive tokens of one kind, as text."""
 
     kind: str
@@ -22,7 +23,8 @@ class Piece(NamedTuple):
     text: str
 
 
-class Picture(NamedTuple):
+@dataclass(frozen=True)
+class Picture:
     """An image or a video of a sample."""
 
     kind: str
@@ -33,7 +35,7 @@ class Picture(NamedTuple):
     height: int | None = None
     name: str = ""
     thumbnail: str | None = None
-    """A small copy as a data URI."""
+    """A small copy as a data URI, for pages."""
 
     def __str__(self) -> str:
         size = "" if self.width is None else f" {self.width}x{self.height}"
@@ -41,66 +43,38 @@ class Picture(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """A sample of a pack."""
+class Segment:
+    """Consecutive tokens of a sequence: a sample, or the prefix or the rest of one."""
 
-    id: str
-    where: str
-    """File and line, or as much of it as is known."""
-    source: str
     start: int
     """Index of its first token in the sequence."""
     num_tokens: int
-    """Tokens of the sample; those of a branch do not include its prefix."""
-    num_supervised: int
     num_vision: int
+    num_supervised: int = 0
     positions: Mapping[str, tuple[int, int]]
     """Lowest and highest position on each axis."""
     pictures: Sequence[Picture] = ()
     pieces: Sequence[Piece] = ()
-    prefix: int | None = None
-    """Index of its prefix in `PackShown.prefixes`; None for a sample that shares none."""
-
-    @property
-    def share_of_vision(self) -> float:
-        """Return the share of vision tokens among its tokens."""
-        return self.num_vision / max(1, self.num_tokens)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the sample for other programs, without thumbnails."""
-        share = round(self.share_of_vision, 4)
-        shown = {"pictures": _without_thumbnails(self.pictures), "pieces": _as_dicts(self.pieces)}
-        made = {**asdict(self), **shown, "share_of_vision": share}
-        if self.prefix is None:  # for programs that know no prefixes
-            del made["prefix"]
-        return made
+    where: str = ""
+    """File and line of a sample, or as much of it as is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedPrefix:
+class Member(Segment):
+    """A sample of a pack. A branch does not include its prefix."""
+
+    id: str
+    source: str
+    prefix: int | None = None
+    """Index of its prefix in `PackShown.prefixes`; None for a sample that shares none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefix(Segment):
     """The beginning that several samples of a pack share, which the sequence has once."""
 
     members: Sequence[int]
     """Indices of its branches among the members of the pack."""
-    start: int
-    num_tokens: int
-    num_vision: int
-    positions: Mapping[str, tuple[int, int]]
-    pictures: Sequence[Picture] = ()
-    pieces: Sequence[Piece] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the prefix for other programs, without thumbnails."""
-        return {**asdict(self), "pictures": _without_thumbnails(self.pictures), "pieces": _as_dicts(self.pieces)}
-
-
-def _without_thumbnails(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    # A thumbnail is a copy of the image for pages only.
-    return [{name: value for name, value in one._asdict().items() if name != "thumbnail"} for one in pictures]
-
-
-def _as_dicts(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    return [piece._asdict() for piece in pieces]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,22 +141,16 @@ class PackShown:
         return sum(one.num_vision for one in self.segments)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the pack for other programs."""
+        """Return the pack for the page and for other programs."""
         made = asdict(self)
         made["row"] = made.pop("sequence")  # an older name of this key, which scripts read (docs/concepts.md)
-        made["members"] = [member.as_json() for member in self.members]
-        made["prefixes"] = [prefix.as_json() for prefix in self.prefixes]
-        if not self.prefixes:  # as it was before samples could share any
-            del made["prefixes"]
-            if made["row"] is not None:
-                del made["row"]["parents"]
-        counts = {"num_tokens": self.num_tokens, "fill": round(self.fill, 4), "num_supervised": self.num_supervised}
-        return {**made, **counts, "num_vision": self.num_vision}
+        names = ("num_tokens", "num_tokens_alone", "num_supervised", "num_vision")
+        return {**made, "fill": round(self.fill, 4), **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPack:
-    """A pack of an optimizer step: which samples it has, without their content."""
+    """A pack of an optimizer step on record: which samples it has, without their content."""
 
     rank: int
     epoch: int
@@ -197,12 +165,10 @@ class TrainedPack:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShown:
-    """An optimizer step: the packs that it trained, and its loss in the log."""
+    """An optimizer step on record: the packs that it trained, and its loss in the log."""
 
     step: int
     packs: Sequence[TrainedPack]
-    known_from: str
-    """Says in words whether the packs are those of the plan or of the record."""
     loss: float | None = None
     loss_of: tuple[int, int] | None = None
     """First and last of the steps that the loss is the mean of."""
@@ -215,8 +181,4 @@ class StepShown:
 
     def as_json(self) -> dict[str, Any]:
         """Return the step for other programs."""
-        made = {**asdict(self), "num_samples": self.num_samples}
-        for pack in made["packs"]:
-            if not any(pack["shared"]):
-                del pack["shared"]
-        return made
+        return {**asdict(self), "num_samples": self.num_samples}

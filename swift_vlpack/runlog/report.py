@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from swift_vlpack.plan.same_steps import steps_are_other
@@ -31,10 +32,8 @@ def run_report(run: RunFolder) -> Report:
     start, last_step = segments[-1].start, segments[-1].last_step
     losses = losses_of(run.path, segments)
     reports = epoch_reports(run.path, last_step)
-    of_epochs = counts_by_epoch(segments)
-    counts = Counts(packing_length=1)
-    for of_epoch in of_epochs.values():
-        counts.merge(of_epoch)
+    steps = _steps_of(segments, losses)
+    counts = steps.counts
     without_number = [loss.last for loss in losses if not math.isfinite(loss.value)]
     return {
         "folder": str(run.path),
@@ -48,31 +47,51 @@ def run_report(run: RunFolder) -> Report:
         },
         "trained": _trained(counts),
         "unpacked": _unpacked(counts, start["unpacked_batch_size"]),
-        "balance": _balance(segments, counts),
+        "balance": _balance(segments, steps),
         "ratio_by": start.get("ratio_by"),
         "sources": _sources(start.get("sources", {}), counts),
         "left_out": left_out_report(run.path / FOLDER / LEFT_OUT, list(reports.values())),
-        "epochs": _epochs(reports, segments, of_epochs),
-        "series": _series(segments, losses),
+        "epochs": _epochs(reports, steps),
+        "series": steps.series,
         "steps_without_loss": without_number,
-        "notes": [*_notes(run, segments), *_note_of_losses(without_number), *_note_of_steps(counts)],
+        "notes": list(_notes(run, segments, without_number, counts.num_failed_late)),
     }
 
 
 _ABOUT_RUN = ("num_steps", "mode", "packing_length", "packing_strategy", "attention", "proof")
 
 
-# -- counts -----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Steps:
+    """The steps that the model has, without those that were lost: added up, and one point for each `steps` event."""
+
+    counts: Counts = field(default_factory=lambda: Counts(packing_length=1))
+    by_epoch: dict[int, Counts] = field(default_factory=dict)
+    last_of_epoch: dict[int, int] = field(default_factory=dict)
+    num_tokens_slowest: int = 0
+    """Tokens as if every rank of a step had those of the slowest one, because a step takes as long as it."""
+    series: list[Report] = field(default_factory=list)
 
 
-def counts_by_epoch(segments: Iterable[Segment]) -> dict[int, Counts]:
-    """Add up the steps of each epoch, without those that were lost."""
-    found: dict[int, Counts] = {}
+def _steps_of(segments: Iterable[Segment], losses: Sequence[Loss]) -> _Steps:
+    logged = {one.last: one.value for one in losses if math.isfinite(one.value)}
+    steps = _Steps()
     for segment in segments:
         for event in segment.steps:
             counts = Counts.from_event(event, segment.start["packing_length"])
-            found.setdefault(event["epoch"], Counts(packing_length=1)).merge(counts)
-    return found
+            steps.counts.merge(counts)
+            steps.by_epoch.setdefault(event["epoch"], Counts(packing_length=1)).merge(counts)
+            steps.last_of_epoch[event["epoch"]] = event["step"]
+            steps.num_tokens_slowest += segment.start["num_ranks"] * counts.num_tokens_slowest
+            steps.series.append(
+                {
+                    "step": event["step"],
+                    "fill": round(counts.fill_mean, 4) if counts.num_room else None,
+                    "tokens_per_second": round(share(counts.num_tokens, counts.seconds), 1),
+                    "loss": logged.get(event["step"]),
+                }
+            )
+    return steps
 
 
 # -- sections ---------------------------------------------------------------------------------------------------------
@@ -124,15 +143,12 @@ def _reference(batch_size: int) -> str:
     )
 
 
-def _balance(segments: Sequence[Segment], counts: Counts) -> Report:
+def _balance(segments: Sequence[Segment], steps: _Steps) -> Report:
     planned = [event["balance"] for segment in segments for event in segment.epochs if "balance" in event]
-    # A step takes as long as its slowest rank, as if every rank had the tokens of the slowest one.
-    slowest = sum(
-        segment.start["num_ranks"] * event["num_tokens_slowest"] for segment in segments for event in segment.steps
-    )
+    num_tokens = steps.counts.num_tokens
     return {
         "planned": round(sum(planned) / len(planned), 4) if planned else None,
-        "trained": round(slowest / counts.num_tokens, 4) if counts.num_tokens else None,
+        "trained": round(steps.num_tokens_slowest / num_tokens, 4) if num_tokens else None,
     }
 
 
@@ -152,40 +168,22 @@ def _sources(known: Mapping[str, Report], counts: Counts) -> dict[str, Report]:
     }
 
 
-def _epochs(
-    reports: Mapping[int, Report], segments: Sequence[Segment], of_epochs: Mapping[int, Counts]
-) -> list[Report]:
+def _epochs(reports: Mapping[int, Report], steps: _Steps) -> list[Report]:
     """Return the accounts of all epochs; `as_of` says how far an unfinished one is known."""
     epochs = [{**report, "is_finished": True, "as_of": None} for report in reports.values()]
-    last_steps = {event["epoch"]: event["step"] for segment in segments for event in segment.steps}
-    for epoch, counts in of_epochs.items():
-        if epoch not in reports:
-            as_of = f"step {last_steps[epoch]}"
-            epochs.append({"epoch": epoch, **_trained(counts), "is_finished": False, "as_of": as_of})
+    for epoch in steps.by_epoch.keys() - reports.keys():
+        as_of = f"step {steps.last_of_epoch[epoch]}"
+        epochs.append({"epoch": epoch, **_trained(steps.by_epoch[epoch]), "is_finished": False, "as_of": as_of})
     return sorted(epochs, key=lambda epoch: int(epoch["epoch"]))
-
-
-def _series(segments: Sequence[Segment], losses: Sequence[Loss]) -> list[Report]:
-    """Return one point for each `steps` event, with the loss if ms-swift logged one at that step."""
-    logged = {one.last: one.value for one in losses if math.isfinite(one.value)}
-    return [
-        {
-            "step": event["step"],
-            "fill": round(counts.fill_mean, 4) if counts.num_room else None,
-            "tokens_per_second": round(share(counts.num_tokens, counts.seconds), 1),
-            "loss": logged.get(event["step"]),
-        }
-        for segment in segments
-        for event in segment.steps
-        for counts in [Counts.from_event(event, segment.start["packing_length"])]
-    ]
 
 
 # -- notes ------------------------------------------------------------------------------------------------------------
 
 
-def _notes(run: RunFolder, segments: Sequence[Segment]) -> Iterator[str]:
-    """Yield what a reader has to know about the numbers: other runs, lost steps, a missing beginning."""
+def _notes(
+    run: RunFolder, segments: Sequence[Segment], without_number: Sequence[int], num_failed_late: int
+) -> Iterator[str]:
+    """Yield what a reader has to know about the numbers: other runs, lost steps, a missing beginning, wrong losses."""
     if run.others:
         yield f"the newest of {len(run.others) + 1} runs here is shown; the others are {', '.join(run.others)}"
     for segment in segments:
@@ -201,18 +199,12 @@ def _notes(run: RunFolder, segments: Sequence[Segment]) -> Iterator[str]:
             f"the run was resumed from {first['checkpoint']}, and the log of what it trained before is not here: the "
             f"numbers begin after step {first['step']}"
         )
-
-
-def _note_of_losses(steps: Sequence[int]) -> list[str]:
-    if not steps:
-        return []
-    others = f" and {len(steps) - _MAX_STEPS_NAMED} more" if len(steps) > _MAX_STEPS_NAMED else ""
-    shown = ", ".join(map(str, steps[:_MAX_STEPS_NAMED]))
-    return [
-        f"the logged loss is infinite or no number at {counted(len(steps), 'step')}: {shown}{others} "
-        f"(`vlpack inspect --run ... --step {steps[0]}` shows its rows)"
-    ]
-
-
-def _note_of_steps(counts: Counts) -> list[str]:
-    return [steps_are_other(counts.num_failed_late)] if counts.num_failed_late else []
+    if without_number:
+        others = f" and {len(without_number) - _MAX_STEPS_NAMED} more" if len(without_number) > _MAX_STEPS_NAMED else ""
+        yield (
+            f"the logged loss is infinite or no number at {counted(len(without_number), 'step')}: "
+            f"{', '.join(map(str, without_number[:_MAX_STEPS_NAMED]))}{others} "
+            f"(`vlpack inspect --run ... --step {without_number[0]}` shows its rows)"
+        )
+    if num_failed_late:
+        yield steps_are_other(num_failed_late)

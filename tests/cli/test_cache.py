@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -104,8 +105,8 @@ def test_list_says_of_what_how_many_and_how_old(folder, capsys):
     )
     assert main(["cache", "list"]) == 0
     said = capsys.readouterr().out
-    assert "1 day ago  captions  qwen2_5_vl  qwen2_5_vl" in said
-    assert "40 days ago  scans     ?" in said
+    assert re.search(r"captions +qwen2_5_vl +qwen2_5_vl +3 .*1 day ago", said)
+    assert re.search(r"scans +\? +\? +2 .*40 days ago", said)
     assert "2 sources, 14 files" in said
 
 

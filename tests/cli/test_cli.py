@@ -83,16 +83,6 @@ def test_readable_report_has_the_same_facts(length_file, capsys):
         assert part in out
 
 
-def test_skipped_items_are_counted_by_reason(length_file, capsys):
-    """CLI-2"""
-    result = report(
-        capsys, "--lengths", length_file, "--packing_length", 600, "--packing_strategy", "best_fit",
-        "--packing_allow_single_long", "false",
-    )  # fmt: skip
-    assert result["dropped"]["oversize"] == 3
-    assert result["num_samples"] + result["num_dropped"] == len(LENGTHS)
-
-
 def test_plan_in_which_no_row_fits_says_so(length_file, capsys):
     """CLI-2: no fill and no bound to be proud of; rows that are left out instead leave nothing to train."""
     flags = ["plan", "--lengths", str(length_file), "--packing_length", "16"]
@@ -150,13 +140,6 @@ def test_report_counts_in_singular_and_plural_and_nothing_comes_before_it(length
     assert done.stderr == ""
     for part in parts:
         assert part in done.stdout
-
-
-@pytest.mark.parametrize("given", [["--num_ranks", "0"], ["--num_ranks=-2"]])
-def test_impossible_number_of_ranks_is_refused_before_anything_is_read(given, capsys):
-    """CLI-5"""
-    assert main(["plan", "--lengths", "no-such-file.json", "--packing_length", "100", *given]) == 2
-    assert "num_ranks must be at least 1" in capsys.readouterr().err
 
 
 def test_flag_wins_over_variable(length_file, capsys, monkeypatch):

@@ -58,8 +58,8 @@ def test_newest_version_in_the_output_dir_is_the_run(tmp_path, capsys):
         (["--step", "3", "--epoch", "1"], "steps are counted through the whole run"),
         (["--html", "no/such/folder/x.html"], "no such directory"),
         (["--html", "/"], "--html / is a directory; name a file in it"),
-        (["--html", "x.html", "--json"], "leave --json and --examples out"),
-        (["--html", "x.html", "--html_mb", "0"], "--html_mb must be above 0"),
+        (["--html", "x.html", "--json"], "--html and --json are different forms"),
+        (["--examples", "2", "--config", "x.yaml"], "a row of a run is shown by --sample"),
     ],
 )
 def test_mistakes_are_one_line(argv, said, capsys, became):

@@ -46,7 +46,6 @@ def test_first_packs_of_a_stream_are_those_that_are_trained(small_folder, run, d
         packs = [seen(pack=number)["packs"][0] for number in (0, 3)] + seen(step=2)["packs"]
         assert [pack["row"] for pack in packs] == [batches[0], batches[3], batches[2], batches[3]]
         assert [pack["step"] for pack in packs] == [1, 2, 2, 2]
-        assert len(seen(examples=3)["examples"]) == 3
         for wish in ({"sample": "stream:0"}, {"epoch": 1}):
             with pytest.raises(ConfigError, match="--pack N and --step N read the first packs of rank 0"):
                 seen(**wish)
@@ -63,7 +62,7 @@ def test_steps_of_a_stream_lead_to_the_packs_on_record(run, tmp_path):
         ids = [list(map(str, record.sample_ids)) for record, _ in trained[2 * step - 2 : 2 * step]]
         assert [pack.ids for pack in found.packs] == ids, "a pack that completes an epoch has none"
         assert found.packs[0].where[0] == f"row {int(ids[0][0].partition(':')[2]) + 1} of the stream"
-        assert (found.loss, found.known_from) == (losses[step - 1], "packs as recorded")
+        assert found.loss == losses[step - 1]
     with pytest.raises(ConfigError, match="step 4 is not on record, which has steps 1 to 3"):
         trained_step(output, 4)
     without = tmp_path / "without"

@@ -12,13 +12,12 @@ import pytest
 import requests
 
 from swift_vlpack.cli.plan import training_report
-from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
 from swift_vlpack.host.messages import is_of_network as said_to_be
 from swift_vlpack.host.ranks import counted_as
-from swift_vlpack.runlog.summary import start_text
+from swift_vlpack.runlog.plan_text import plan_text
 from tests.cli.in_process import run_here
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
@@ -26,11 +25,6 @@ from tests.images import BROKEN, REASON_OF, make, photo
 from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
-FACTS_AT_START = {
-    "checkpoint": None, "num_steps": 1, "num_ranks": 1, "epoch": 0, "gradient_accumulation_steps": 1,
-    "attention": "", "proof": None, "output_dir": "out",
-}  # fmt: skip
-
 
 pytestmark = pytest.mark.usefixtures("options")
 
@@ -192,8 +186,6 @@ def test_rows_without_a_target_are_counted(bare_folder, tmp_path, options):
     report = planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
     assert report["rows_without_target"] == 2
     assert "2 rows have no token to train: all labels are -100" in plan_text(report)
-    data = {**report, "num_remembered": 0}
-    assert "2 rows have no token to train" in start_text({**FACTS_AT_START, "plan": report, "data": data})
 
 
 @pytest.mark.parametrize("mode", ["plan", "buffer"])

@@ -36,16 +36,11 @@ def problems(validator, content):
 
 
 @pytest.mark.parametrize("form", FILES)
-def test_files_in_configs_are_what_the_command_writes(form, tmp_path, capsys):
-    """CLI-20: `vlpack schema --output configs/vlpack.schema.json` after an option changed."""
-    flags_of_command = [] if form == "training" else [f"--{form}"]
-    assert main(["schema", *flags_of_command]) == 0
-    written = capsys.readouterr().out
-    assert main(["schema", *flags_of_command, "--output", str(tmp_path / "made.json")]) == 0
-    assert (tmp_path / "made.json").read_text() == written == schema_text(form)
-    assert FILES[form].read_text() == written, (
-        f"run `vlpack {' '.join(['schema', *flags_of_command])} --output {FILES[form]}`"
-    )
+def test_files_in_configs_are_what_the_command_writes(form, capsys):
+    """CLI-20: `vlpack schema > configs/vlpack.schema.json` after an option changed."""
+    flags = [] if form == "training" else [f"--{form}"]
+    assert main(["schema", *flags]) == 0
+    assert FILES[form].read_text() == capsys.readouterr().out, f"run `vlpack schema {' '.join(flags)} > {FILES[form]}`"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -112,10 +107,3 @@ def test_variables_have_the_values_that_they_take():
     variables = training_schema()["properties"]["ENV"]["properties"]
     assert variables[RESUME_DATA]["enum"] == [RESTART]
     assert "false" in variables[RECORD_PACKS]["description"]
-
-
-def test_file_that_cannot_be_written_is_one_line(tmp_path, capsys):
-    """CLI-5"""
-    (tmp_path / "file").write_text("")
-    assert main(["schema", "--output", str(tmp_path / "file" / "schema.json")]) == 2
-    assert "cannot be written" in capsys.readouterr().err

@@ -13,7 +13,6 @@ import yaml
 from swift_vlpack.host.launch import plugin_path
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.host.runs import argv, epoch_report, log_lines
-from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
 BIN = Path(sys.executable).parent
@@ -139,23 +138,3 @@ def test_mistake_in_an_option_is_clear_at_the_end_of_the_output(tiny_folder, dat
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("swift_vlpack: packing_strategy must be one of")
     assert "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_vlpack_pt_trains_what_its_plan_says(tiny_folder, tmp_path):
-    """TRAIN-27 CLI-6: documents of text and images, as it is typed."""
-    rows = [{"messages": [{"role": "assistant", "content": "word " * (9 * n + 5)}]} for n in range(8)]
-    picture = photo(tmp_path, "picture", 90, 70)
-    rows += [{"messages": [{"role": "assistant", "content": "before <image> after"}], "images": [picture]}] * 4
-    dataset = write_jsonl(tmp_path / "pages.jsonl", rows)
-    flags = options(tiny_folder(FAMILY), str(tmp_path / "out"), dataset=dataset, num_train_epochs=1, max_length=160)
-    content = {**flags, "packing_strategy": "exact"}
-    (tmp_path / "pt.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(content, default=str))))
-    said = run([BIN / "vlpack", "plan", "pt", "--config", tmp_path / "pt.yaml", "--json"])
-    planned = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
-    out = run([BIN / "vlpack", "pt", tmp_path / "pt.yaml"])
-    assert re.search(PROOF, out)
-    report = epoch_report(tmp_path / "out")
-    assert (report["num_packs"], report["num_samples"]) == (planned["num_packs"], planned["num_samples"])
-    assert report["num_tokens"] == planned["num_tokens"]

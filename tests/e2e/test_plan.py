@@ -59,7 +59,7 @@ def run(*argv, cwd):
 @pytest.mark.slow
 @pytest.mark.telling
 def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
-    """CLI-6 CLI-7 CLI-8 CLI-9 CLI-34"""
+    """CLI-6 CLI-7 CLI-8 CLI-9 CLI-34 SEE-1 SEE-3 SEE-8 SEE-15 REPORT-6"""
     done = run("plan", "--config", config, "--json", cwd=tmp_path)
     report = json.loads(done.stdout)
     listed = tmp_path / "vlpack_failures.jsonl"
@@ -81,17 +81,30 @@ def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
     trained = epoch_report(config.parent / "out")
     assert trained["num_packs"] == report["packs_per_epoch"] - report["packs_empty"]
     assert trained["num_tokens"] == report["num_tokens"]
+    look_at(config, tmp_path, report["num_steps"])
 
 
-@pytest.mark.slow
-@pytest.mark.telling
-def test_plan_in_a_folder_with_modules_of_its_own_is_that_of_the_installed_ms_swift(config, tmp_path):
-    """CLI-40"""
-    (tmp_path / "swift").mkdir()
-    for name in ("queue.py", "swift/__init__.py"):
-        (tmp_path / name).write_text("raise SystemExit('a file of the current folder')")
-    done = run("plan", "--config", config, "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["rows"] == 15
+def look_at(config, folder, num_steps):
+    """Inspect and report in text, JSON and as a page; what libraries print is no part of them."""
+    output = config.parent / "out"
+    [step] = json.loads(run("inspect", "--run", output, "--step", 1, "--json", cwd=folder).stdout)["steps"]
+    packs = json.loads(run("inspect", "--config", config, "--step", 1, "--json", cwd=folder).stdout)["packs"]
+    assert step["loss"] > 0
+    assert [(pack["rank"], pack["ids"]) for pack in step["packs"]] == [
+        (pack["rank"], [member["id"] for member in pack["members"]]) for pack in packs
+    ]
+    done = run("inspect", "--config", config, "--html", folder / "packs.html", cwd=folder)
+    assert done.stdout == f"{folder / 'packs.html'}: {counted_on(folder / 'packs.html')}\n"
+    noise = ("trust_remote_code", "FutureWarning", "torch_dtype", "Map (num_proc")
+    assert [word for word in noise if word in done.stderr] == []
+    loud = run("inspect", "--config", config, "--pack", 0, "--verbose", cwd=folder)
+    assert "trust_remote_code" in loud.stderr
+    assert "\x1b" not in loud.stdout
+    assert f"ended at step {num_steps} of {num_steps}" in run("report", output, cwd=folder).stdout
+
+
+def counted_on(page):
+    return re.search(r"on this page: (\d+ packs)", page.read_text())[1]
 
 
 @pytest.mark.slow

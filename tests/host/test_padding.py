@@ -6,7 +6,7 @@ import pytest
 
 from swift_vlpack.attention import attention
 from swift_vlpack.cli.plan import training_report
-from swift_vlpack.cli.plan_text import plan_text
+from swift_vlpack.runlog.plan_text import plan_text
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import epoch_report, packed_argv, train

@@ -13,11 +13,11 @@ from swift.loss import BaseLoss, loss_map
 from swift.template import Template
 
 from swift_vlpack.cli.plan import training_report
-from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.host import run_events
 from swift_vlpack.runlog.folder import RunFolder
+from swift_vlpack.runlog.plan_text import plan_text
 from swift_vlpack.runlog.report import run_report
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.family_models import FAMILIES

@@ -11,12 +11,12 @@ import pytest
 from swift_vlpack.cli.inspect import inspect_text
 from swift_vlpack.cli.inspect_run import InspectRequest, look
 from swift_vlpack.cli.plan import training_report
-from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.host.run import run_of
 from swift_vlpack.pages.report import sections
 from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.runlog.folder import find_run
+from swift_vlpack.runlog.plan_text import plan_text
 from swift_vlpack.runlog.report import run_report
 from tests.data_rows import image_row, sentence, text_row, write_jsonl
 from tests.environment import packing_options, packing_variables, restored_environment
@@ -175,16 +175,16 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
     with restored_environment():
         os.environ.update(OPTIONS)
         with run_of(flags, num_ranks=1) as run:
-            result = look(run, InspectRequest.of({"html": output.path / "packs.html"}))
+            result = look(run, InspectRequest(html=output.path / "packs.html"))
             packs = [pack.as_json() for pack in result.packs]
-            step = next(number + 1 for number, pack in enumerate(packs) if "prefixes" in pack)  # one pack a step
-            of_step = look(run, InspectRequest.of({"step": step}))
+            step = next(number + 1 for number, pack in enumerate(packs) if pack["prefixes"])  # one pack a step
+            of_step = look(run, InspectRequest(step=step))
             text = "".join(inspect_text(of_step, 110, is_colourful=False))
     shown = Counter()
     for pack in packs:
         row = pack["row"]
         ends = [*zip(row["cu_seqlens"], row["cu_seqlens"][1:], strict=False)]
-        prefixes = pack.get("prefixes", [])
+        prefixes = pack["prefixes"]
         pieces = [*prefixes, *pack["members"]]
         assert sorted((one["start"], one["start"] + one["num_tokens"]) for one in pieces) == ends
         assert pack["num_tokens"] == tokens_of(row) == sum(one["num_tokens"] for one in pieces)
@@ -199,12 +199,11 @@ def test_packs_and_steps_are_shown_with_their_prefixes(output, flags, rows):
                 assert not any(piece["text"].startswith("[image ") for piece in branch["pieces"])
         for member in pack["members"]:
             shown[member["id"]] += 1
-            goes_on = {start for (start, _), parent in zip(ends, row.get("parents", ()), strict=False) if parent != -1}
-            assert ("prefix" in member) == (member["start"] in goes_on)
+            goes_on = {start for (start, _), parent in zip(ends, row["parents"], strict=False) if parent != -1}
+            assert (member["prefix"] is not None) == (member["start"] in goes_on)
             answer = rows[int(member["id"].partition(":")[2])]["messages"][1]["content"]
             assert answer in "".join(piece["text"] for piece in member["pieces"] if piece["kind"] == "supervised")
     assert (len(shown), set(shown.values())) == (len(rows), {1})
-    assert sum(len(pack.get("prefixes", [])) for pack in packs) == 3
-    assert " shared)" in text
+    assert sum(len(pack["prefixes"]) for pack in packs) == 3
     assert any(any(pack.shared) for pack in trained_step(output.path, step).packs), "and from the log"
     assert "prefix of" in text

@@ -33,7 +33,6 @@ OF_A_RUN = {
     "inspect --pack": {"pack": 1},
     "inspect --step": {"step": 2},
     "inspect --sample": {"sample": "photos:3"},
-    "inspect --examples": {"examples": 2},
     "verify": {},
 }
 
@@ -109,7 +108,8 @@ def test_tensors_of_packs_are_as_pinned(family, small_folder, data, tmp_path):
     flags = packed_argv(small_folder(family), family, tmp_path / "out", dataset=data, **FLAGS)
     num_packs = of_a_run("inspect", flags, tmp_path)["overview"]["num_packs"]
     packs = [of_a_run("inspect", flags, tmp_path, pack=number)["packs"][0] for number in range(num_packs)]
-    value = [[pack["number"], {name: pins.digest(tensor) for name, tensor in pack["row"].items()}] for pack in packs]
+    tensors = ("input_ids", "labels", "position_ids", "cu_seqlens")
+    value = [[pack["number"], {name: pins.digest(pack["row"][name]) for name in tensors}] for pack in packs]
     pins.check("reports", f"tensors of {family}", value)
 
 

@@ -1,10 +1,10 @@
-"""Write the report of `vlpack plan` for a reader."""
+"""Write what a plan is for a reader: the report of `vlpack plan`, which training logs before its first step, too."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from swift_vlpack.cli.lines import labelled
+from swift_vlpack.lines import labelled, table
 from swift_vlpack.plan.report import about_step, nothing_packed, share_lines, without_target
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
@@ -12,14 +12,20 @@ from swift_vlpack.words import by_reason, counted
 
 def plan_text(report: dict[str, Any]) -> str:
     """Write the report for a reader: of a file of lengths, or of a run, whose report also has `sources`."""
-    is_of_run = "sources" in report
-    lines = [*(_about_data(report) if is_of_run else []), *_about_packs(report)]
-    lines += _about_steps(report) if is_of_run else [("time", f"{report['seconds']:.2f} s")]
-    return labelled(lines)
+    time = f"{report['seconds']:.2f} s"
+    if "sources" not in report:
+        return labelled([*_about_packs(report), ("time", time)])
+    parts = f"{report['seconds_lengths']:.2f} s for lengths, {report['seconds_plan']:.2f} s for packs"
+    return labelled([*run_lines(report), ("time", f"{parts}, {time} in all")])
+
+
+def run_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Describe the data, the packs and the steps of a run."""
+    return [*_about_data(report), *_about_packs(report), *_about_steps(report)]
 
 
 def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = counted(report["num_rows"], "row") + (" in epoch 0" if "sources" in report else "")
+    rows = counted(report["num_rows"], "row") + (f" in epoch {report.get('epoch', 0)}" if "sources" in report else "")
     samples, split = counted(report["num_samples"], "sample"), counted(report["packs_split"], "pack")
     samples_per_pack = report["num_samples"] / max(1, report["num_packs"])
     # Un-packed, every sample would be a sequence.
@@ -89,18 +95,18 @@ def _about_cutting(cut: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Describe the data: a table of the sources, then lengths and images."""
-    width = max(len("source"), *map(len, report["sources"]))
     asked = ", ratios are shares of tokens" if report["ratio_by"] == "tokens" else ""
     lines = [("data", f"{counted(report['rows'], 'row')} in {counted(len(report['sources']), 'source')}{asked}")]
-    lines.append(("", f"{'source':<{width}}  {'rows':>9}  {'ratio':>6}  {'asked':>7}  {'samples':>7}  {'tokens':>7}"))
-    lines += [
+    rows = [
         (
-            "",
-            f"{name:<{width}}  {source['rows']:>9}  {source['asked_ratio']:>6g}  {source['asked_share']:>7.1%}  "
-            f"{source['share_of_samples']:>7.1%}  {source['share_of_tokens']:>7.1%}",
+            name,
+            str(source["rows"]),
+            f"{source['asked_ratio']:g}",
+            *(f"{source[of]:.1%}" for of in ("asked_share", "share_of_samples", "share_of_tokens")),
         )
         for name, source in report["sources"].items()
     ]
+    lines += [("", line) for line in table(("source", "rows", "ratio", "asked", "samples", "tokens"), rows)]
     unreadable = f"{counted(sum(report['unreadable'].values()), 'row')} ({by_reason(report['unreadable'])})"
     if report["failures_file"]:
         what = "" if report["unreadable"] else " what is left out for other reasons is"
@@ -135,11 +141,6 @@ def _lower_bound(report: dict[str, Any]) -> str:
 
 
 def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
-    time = (
-        "time",
-        f"{report['seconds_lengths']:.2f} s for lengths, {report['seconds_plan']:.2f} s for packs, "
-        f"{report['seconds']:.2f} s in all",
-    )
     in_all = f"{report['num_steps']} in {counted(report['num_epochs'], 'epoch')}, {report['steps_per_epoch']} an epoch"
     packs = counted(report["gradient_accumulation_steps"], "pack")
     a_step = (
@@ -147,4 +148,4 @@ def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
         f"{counted(report['packs_per_epoch'], 'pack')} in every epoch"
     )
     as_many = ", as many as un-packed" if report.get("kept_steps") else a_step
-    return [("steps", f"{in_all}{as_many}"), *about_step(report), time]
+    return [("steps", f"{in_all}{as_many}"), *about_step(report)]
