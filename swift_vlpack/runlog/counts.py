@@ -197,7 +197,7 @@ class Counts:
         num_images: int = 0,
     ) -> None:
         """Count samples that are left out, with the tokens and images that cutting lost. Raises for unknown reasons."""
-        about(reason)
+        about(reason)  # raises
         _of(self.sources, source).num_dropped[reason] += num_samples
         if is_further:
             _of(self.further, source).num_dropped[reason] += num_samples
