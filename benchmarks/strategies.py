@@ -33,6 +33,7 @@ from swift_vlpack.plan.exact import Shelf
 from swift_vlpack.plan.length_files import read_lengths
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.planner import plan
+from swift_vlpack.plan.steps import cost_of_samples
 from swift_vlpack.plan.strategies import lower_bound
 
 Lengths = NDArray[np.int64]
@@ -525,8 +526,7 @@ def unbalanced(made: Plan) -> Plan:
 
 def slowest_to_mean(made: Plan) -> float:
     """Over all steps the slowest rank's cost by the mean rank's, from the packs themselves."""
-    sizes = made.lengths[made.members].astype(float)
-    costs = made.cost.per_token * sizes + made.cost.per_square * sizes**2
+    costs = cost_of_samples(made.lengths[made.members], 0)
     packs = np.bincount(np.repeat(np.arange(len(made)), made.num_samples_per_pack), costs, len(made))
     steps = packs.reshape(-1, made.num_ranks)
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum())

@@ -114,10 +114,12 @@ class Units(NamedTuple):
         >>> Units.of(np.array([0, 3, 0, 0, 2])).samples(np.array([2, 0])).tolist()
         [3, 4, 0, 1]
         """
-        counts = self.counts[units]
-        ends = np.cumsum(counts)
-        first = np.repeat(self.starts[units] - (ends - counts), counts)
-        samples: NDArray[np.int32] = (np.arange(len(first)) + first).astype(np.int32)
+        first, counts = self.starts[units], self.counts[units]
+        if len(self.starts) < self.counts.sum():  # otherwise each sample is a unit of its own
+            ends = np.cumsum(counts)
+            first = np.repeat(first - (ends - counts), counts)
+            first += np.arange(len(first))
+        samples: NDArray[np.int32] = first.astype(np.int32)
         return samples
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from swift_vlpack import Packer, PackingConfig, plan
 from swift_vlpack.errors import DataError, PlanError
-from swift_vlpack.plan.steps import STEPS_MATCHED, CostModel
+from swift_vlpack.plan.steps import PER_PATCH, PER_SQUARE, STEPS_MATCHED
 from tests.cases import cases
 from tests.contract import run
 
@@ -83,8 +83,7 @@ def test_plan_is_a_sequence_over_arrays():
     assert made.num_tokens_per_pack[at].tolist() == [1000, 1000, 1200]
     assert made.num_samples_per_pack[at].tolist() == [2, 2, 1]
     assert made.members.dtype == np.int32
-    cost = CostModel()
-    assert made.cost_per_pack[at[0]] == pytest.approx(1000 + cost.per_square * (600**2 + 400**2) + cost.per_patch * 12)
+    assert made.cost_per_pack[at[0]] == pytest.approx(1000 + PER_SQUARE * (600**2 + 400**2) + PER_PATCH * 12)
 
 
 def test_packed_and_dropped_are_everything():
