@@ -136,16 +136,12 @@ class Plan(Sequence[list[int]]):
         alone_and_over: NDArray[np.bool_] = is_alone & over[first]
         return alone_and_over
 
-    @cached_property
-    def fills(self) -> NDArray[np.float64]:
-        """Return the filled share of packs that are neither empty nor a single long sample."""
-        counted = ~self.is_single_long & (self.num_samples_per_pack > 0)
-        return self.num_tokens_per_pack[counted] / self.config.packing_length
-
     @property
     def mean_fill(self) -> float:
-        """Return the mean of `fills`."""
-        return float(self.fills.mean()) if len(self.fills) else 0.0
+        """Return the mean filled share of packs that are neither empty nor a single long sample."""
+        counted = ~self.is_single_long & (self.num_samples_per_pack > 0)
+        fills = self.num_tokens_per_pack[counted] / self.config.packing_length
+        return float(fills.mean()) if len(fills) else 0.0
 
     @cached_property
     def lower_bound(self) -> int:

@@ -21,7 +21,7 @@ from swift_vlpack.text.local import LocalText, paths_in
 from swift_vlpack.text.reading import Documents, ReadOptions
 from swift_vlpack.text.sources import plain, shares_among_workers, source_of
 from swift_vlpack.text.tokenizer import Tokens, edge_tokens, edged, token_id, token_ids, tokenizer_of
-from swift_vlpack.text.windows import Bins, Fetch, Held, Sequential, Windows
+from swift_vlpack.text.windows import Bins, Fetch, Held, Sequential
 
 MODES = SEQUENTIAL, BIN = "sequential", "bin"
 KIND = "text stream"
@@ -207,7 +207,7 @@ class TextStream:
         """Go back to the first document, with counts of zero."""
         options = self.options
         self._documents = Documents(self._source, self._reading, self._sleep)
-        self._windows: Windows
+        self._windows: Sequential | Bins
         if options.packing_mode == SEQUENTIAL:
             self._windows = Sequential(options.seq_len + 1)
         else:
