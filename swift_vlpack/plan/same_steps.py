@@ -6,8 +6,8 @@ Two ranks with batches of two samples make steps of four; the last step has the 
 
 >>> size = UnpackedStep(batch_size=2, accumulation=1, num_ranks=2)
 >>> config = PackingConfig(packing_length=10, packing_strategy="exact", packing_batch="samples")
->>> lengths = np.array([6, 3, 4, 2, 5, 5])
->>> packs = pack_steps(lengths, in_order(len(lengths), size), size, config=config, num_ranks=2)
+>>> lengths, batch = np.array([6, 3, 4, 2, 5, 5]), np.array([0, 0, 1, 1, 2, 2])
+>>> packs = pack_steps(lengths, batch, size, config=config, num_ranks=2)
 >>> list(packs), packs.batches.tolist()  # one sequence a rank in each step
 ([[0, 3], [1, 2], [4], [5]], [1, 1])
 
@@ -87,15 +87,6 @@ when it was loaded'
     """
     rows = f"{counted(num_failed, 'row')} failed only when {'it was' if num_failed == 1 else 'they were'} loaded"
     return f"the steps are no longer those of un-packed training, which decodes all images before it draws: {rows}"
-
-
-def in_order(num_samples: int, size: UnpackedStep) -> NDArray[np.int32]:
-    """Return the un-packed batch of each sample, if samples are taken in order.
-
-    >>> in_order(7, UnpackedStep(batch_size=2, accumulation=1, num_ranks=2)).tolist()
-    [0, 0, 1, 1, 2, 2, 3]
-    """
-    return (np.arange(num_samples) // size.batch_size).astype(np.int32)
 
 
 def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are packed
@@ -282,7 +273,7 @@ def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep)
 
     >>> size = UnpackedStep(batch_size=2, accumulation=1, num_ranks=1)
     >>> config = PackingConfig(packing_length=100, packing_batch="samples")
-    >>> lengths, batch = np.array([10, 30, 20, 20]), in_order(4, size)
+    >>> lengths, batch = np.array([10, 30, 20, 20]), np.array([0, 0, 1, 1])
     >>> kept_steps(pack_steps(lengths, batch, size, config=config, num_ranks=1), batch, size)
     KeptSteps(num_samples=2, num_sequences=1.0, padding_saved=0.2)
     """

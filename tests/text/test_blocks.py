@@ -16,7 +16,6 @@ import pytest
 from swift_vlpack import register_strategy
 from swift_vlpack.errors import ConfigError, DataError, StrategyError
 from swift_vlpack.plan import registry
-from swift_vlpack.plan.parts import Cutting, Run, parts_of
 from swift_vlpack.plan.strategies import STRATEGIES
 from swift_vlpack.text import block_report, block_tokenize
 from tests.text.vocabularies import BOS, EOS, corpus, qwen, text, words
@@ -138,19 +137,6 @@ def test_stride_repeats_context_that_is_no_target(tokenizer):
     assert totals(made) == {"documents": 1, "cut_documents": 1, "repeated_tokens": 6}
     short = blocks([text(1, 2)], tokenizer, max_length=4, stride=2, **BARE)
     assert short["labels"] == short["input_ids"] == [[5, 6]], "the column is there for every batch of a map"
-
-
-def test_documents_are_cut_as_rows_are():
-    """TEXT-3: by hand, and with a BOS before every later part."""
-
-    def spans(length, **options):
-        return [part[1:4] for part in parts_of([Run(length)], Cutting(how="split", **options))]
-
-    assert spans(4, capacity=4, stride=3) == []
-    assert spans(5, capacity=4, stride=3) == [(0, 4, 0), (1, 5, 3)]
-    assert spans(9, capacity=4) == [(0, 4, 0), (4, 8, 0), (8, 9, 0)]
-    assert spans(9, capacity=4, num_added=1) == [(0, 4, 0), (4, 7, 0), (7, 9, 0)]
-    assert spans(7, capacity=4, stride=1, num_added=1) == [(0, 4, 0), (3, 6, 1), (5, 7, 1)]
 
 
 def test_without_overflow_documents_are_truncated_and_counted(tokenizer):
