@@ -272,7 +272,6 @@ def best_of(method: Callable[[Lengths, int], Packed], lengths: Lengths, capacity
 class Cell:
     num_packs: int
     excess: float  # per cent over the lower bound
-    fill: float  # per cent of the capacity, mean over packs
     thousand_per_second: float
     mark: str
 
@@ -285,7 +284,6 @@ def measure(name: str, lengths: Lengths, capacity: int) -> Cell:
     return Cell(
         num_packs=len(packed.tokens),
         excess=100 * (len(packed.tokens) - bound) / bound,
-        fill=100 * float(packed.tokens.mean()) / capacity,
         thousand_per_second=len(lengths) / packed.seconds / 1000,
         mark=packed.mark,
     )
@@ -323,7 +321,6 @@ def report_quality(what: str, sets: dict[str, Callable[[int], Lengths]]) -> None
     at = " / ".join(map(str, CAPACITIES))
     packers = [method for method in METHODS if method not in SPEED_ONLY]
     print_cells(f"{what}: packs over the lower bound in per cent, at {at}", packers, cells, excess_of)
-    print_cells(f"{what}: mean fill in per cent, at {at}", packers, cells, lambda cell: f"{cell.fill:.1f}")
     print_cells(
         f"{what}: thousand samples a second, at {at}", METHODS, cells, lambda cell: brief(cell.thousand_per_second)
     )

@@ -4,8 +4,6 @@ import inspect
 import logging
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from itertools import pairwise, product
@@ -450,21 +448,3 @@ def test_report_of_blocks_without_counts_and_of_no_blocks(capsys):
         block_report([])
     with pytest.raises(DataError, match="several data sets"):
         block_report({"train": rows})
-
-
-def test_blocks_need_neither_torch_nor_transformers_nor_ms_swift():
-    """TEXT-10"""
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'swift', 'datasets'): sys.modules[name] = None\n"
-        "from swift_vlpack.text import block_tokenize, block_report\n"
-        "class Bytes:\n"
-        "    bos_token_id, eos_token_id = None, 256\n"
-        "    def __call__(self, texts, add_special_tokens): return {'input_ids': [list(t.encode()) for t in texts]}\n"
-        "for name in ('greedy', 'binpack', 'exact', 'window'):\n"
-        "    made = block_tokenize({'text': ['abc', 'de']}, tokenizer=Bytes(), max_length=9, packing_strategy=name)\n"
-        "    assert block_report(made)['tokens'] == 7\n"
-        "print(made['input_ids'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout.splitlines()[-1] == "[[97, 98, 99, 256, 100, 101, 256]]"
