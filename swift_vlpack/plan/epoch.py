@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.errors import DataError, StateMismatch
+from swift_vlpack.errors import DataError
 from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
 from swift_vlpack.plan.items import is_left_out, must_be_alone
 from swift_vlpack.plan.mix import Mix, Schedule
@@ -367,13 +367,9 @@ def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> 
 
 
 def _steps_of(packs: Plan, num_consumed: int) -> int:
-    """Return how many steps this number of packs makes. Raises `StateMismatch` if it ends within a step."""
+    """Return how many steps this number of packs makes."""
     assert packs.batches is not None
-    ends = np.concatenate(([0], np.cumsum(packs.batches))) * packs.num_ranks
-    num_steps = int(np.searchsorted(ends, num_consumed))
-    if num_steps == len(ends) or ends[num_steps] != num_consumed:
-        raise StateMismatch(f"the saved state is damaged: {num_consumed} packs are not a whole number of steps")
-    return num_steps
+    return int(np.searchsorted(np.cumsum(packs.batches) * packs.num_ranks, num_consumed, side="right"))
 
 
 def _unpacked_order(
