@@ -34,7 +34,7 @@ from swift_vlpack.plan.parts import CutRows, Span
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
-from swift_vlpack.plan.units import NO_KEY, Prefixes, Together, Units, sizes_in_units, stand_together
+from swift_vlpack.plan.units import NO_KEY, Prefixes, Together, Units, stand_together
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
 
@@ -349,7 +349,10 @@ def _sizes_of(units: Units, drawn: DrawnEpoch) -> Sizes:
     """Add up the sizes of the samples of each unit, with what they share once."""
     if len(units.starts) == len(drawn.schedule):
         return drawn.sizes
-    made: Sizes = np.add.reduceat(sizes_in_units(drawn.sizes, drawn.shared), units.starts, axis=1)
+    own = drawn.sizes.copy()
+    own[LENGTH] -= drawn.shared
+    own[[IMAGES, PATCHES]] *= drawn.shared == 0  # samples that share tokens share all images and patches
+    made: Sizes = np.add.reduceat(own, units.starts, axis=1)
     return made
 
 

@@ -121,15 +121,3 @@ class Units(NamedTuple):
             first += np.arange(len(first))
         samples: NDArray[np.int32] = first.astype(np.int32)
         return samples
-
-
-def sizes_in_units(sizes: NDArray[Any], shared: NDArray[Any]) -> NDArray[Any]:
-    """Return the sizes of samples without what they share with the sample before them.
-
-    `sizes` has one line for tokens, images and patches each; further lines are not shared and stay. Samples that share
-    tokens share all images and patches.
-    """
-    own = sizes.copy()
-    own[0] -= shared
-    own[1:3] = np.where(shared > 0, 0, own[1:3])
-    return own
