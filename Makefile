@@ -15,7 +15,7 @@ EXTRAS := test,docs
 REQUIRED := -e '.[$(EXTRAS)]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few test-transformers run-transformers lint format bench bench-start bench-loader bench-branches bench-step bench-ways same-steps scale soak soak-long families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few test-transformers run-transformers lint format bench bench-start bench-loader bench-branches bench-ways same-steps scale soak-long families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -97,9 +97,6 @@ bench-loader: $(READY)  ## Measure what dataloaders deliver, beside plain ms-swi
 bench-branches: $(READY)  ## Measure rows that share an image, beside the same rows packed without (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.branches $(ARGUMENTS)
 
-bench-step: $(READY)  ## Measure a packed step, beside the same tokens without attention (three minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGUMENTS)
-
 bench-ways: $(READY)  ## Train the same samples padded, padding_free, in the same steps, in packs; in turns
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ways $(ARGUMENTS)
 
@@ -108,9 +105,6 @@ same-steps: $(READY)  ## Train steps that keep their samples beside plain swift 
 
 scale: $(READY)  ## Measure planning and voting for 64 to 8,192 ranks; prints the tables of docs/scale.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
-
-soak: $(READY)  ## Kill and resume 20 runs; prints a table of benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.soak
 
 soak-long: $(READY)  ## Watch memory, descriptors and step time of runs of 10,000 steps (15 minutes)
 	$(BIN)/python -m benchmarks.long_run $(ARGUMENTS)

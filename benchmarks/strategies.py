@@ -33,6 +33,7 @@ from swift_vlpack.plan.exact import Shelf
 from swift_vlpack.plan.length_files import read_lengths
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.planner import plan
+from swift_vlpack.plan.steps import cost_of_samples
 from swift_vlpack.plan.strategies import lower_bound
 
 Lengths = NDArray[np.int64]
@@ -271,7 +272,6 @@ def best_of(method: Callable[[Lengths, int], Packed], lengths: Lengths, capacity
 class Cell:
     num_packs: int
     excess: float  # per cent over the lower bound
-    fill: float  # per cent of the capacity, mean over packs
     thousand_per_second: float
     mark: str
 
@@ -284,7 +284,6 @@ def measure(name: str, lengths: Lengths, capacity: int) -> Cell:
     return Cell(
         num_packs=len(packed.tokens),
         excess=100 * (len(packed.tokens) - bound) / bound,
-        fill=100 * float(packed.tokens.mean()) / capacity,
         thousand_per_second=len(lengths) / packed.seconds / 1000,
         mark=packed.mark,
     )
@@ -322,7 +321,6 @@ def report_quality(what: str, sets: dict[str, Callable[[int], Lengths]]) -> None
     at = " / ".join(map(str, CAPACITIES))
     packers = [method for method in METHODS if method not in SPEED_ONLY]
     print_cells(f"{what}: packs over the lower bound in per cent, at {at}", packers, cells, excess_of)
-    print_cells(f"{what}: mean fill in per cent, at {at}", packers, cells, lambda cell: f"{cell.fill:.1f}")
     print_cells(
         f"{what}: thousand samples a second, at {at}", METHODS, cells, lambda cell: brief(cell.thousand_per_second)
     )
@@ -525,8 +523,7 @@ def unbalanced(made: Plan) -> Plan:
 
 def slowest_to_mean(made: Plan) -> float:
     """Over all steps the slowest rank's cost by the mean rank's, from the packs themselves."""
-    sizes = made.lengths[made.members].astype(float)
-    costs = made.cost.per_token * sizes + made.cost.per_square * sizes**2
+    costs = cost_of_samples(made.lengths[made.members], 0)
     packs = np.bincount(np.repeat(np.arange(len(made)), made.num_samples_per_pack), costs, len(made))
     steps = packs.reshape(-1, made.num_ranks)
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum())

@@ -1,4 +1,4 @@
-"""What `make bench-start`, `bench-loader` and `bench-step` share: kinds that take turns, and rows beside their limit.
+"""What `make bench-start` and `bench-loader` share: kinds that take turns, and rows beside their limit.
 
 A machine is rarely quiet. So kinds of run take turns, what disturbs one disturbs the others too, and a value is
 compared with the limit of its own turn:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
@@ -41,6 +41,11 @@ CAPS = ("packing_max_samples", "packing_max_images", "packing_max_patches")
 """The options that limit a pack in something other than tokens."""
 _HINTS = {"packing_attention": "; flash-attn is asked for by ms-swift's --attn_impl"}
 """Hints to add to the error about a value that is not among the choices of an option."""
+_NEED_A_LENGTH = {
+    "packing_batch": (SAMPLES, "which samples a step of a stream trains depends on how ranks and workers share it"),
+    "packing_share": (MEDIA, "which rows begin alike is found out before training"),
+}
+"""The options with a value that needs data with a length, and why."""
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
@@ -207,8 +212,12 @@ class PackingConfig:
         refuse_gone(*(f"{spec.name}={getattr(self, spec.name)}" for spec in fields(self)))
         alias = ALIASES.get(self.packing_strategy, self.packing_strategy)
         object.__setattr__(self, "packing_strategy", alias)
-        _check_choices(self)
-        _check_numbers(self)
+        strategy_named(self.packing_strategy)  # raises for an unknown strategy
+        for refusal in _refusals(self):
+            raise ConfigError(refusal)
+        if self.packing_min_fill_ratio < LEAST_FILL_RATIO:
+            # Only warn: the default is higher, so the user chose this value.
+            _warn_of_low_fill(self.packing_min_fill_ratio)
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], **defaults: Any) -> PackingConfig:
@@ -345,24 +354,21 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
     >>> [is_planned(PackingConfig(packing_length=8), is_sized=is_sized) for is_sized in (True, False)]
     [True, False]
     """
-    if config.packing_batch == SAMPLES and not is_sized:
+    if is_sized:
+        return config.packing_mode != "buffer"
+    this_has_none = "and this has none (--streaming true, or an iterable without len())"
+    for name, (value, why) in _NEED_A_LENGTH.items():
+        if getattr(config, name) == value:
+            raise ConfigError(
+                f"{name}={value} needs data with a length, {this_has_none}: {why}; load the data sized, or leave "
+                f"{name} out"
+            )
+    if config.packing_mode == "plan":
         raise ConfigError(
-            "packing_batch=samples needs data with a length, and this has none (--streaming true, or an iterable "
-            "without len()): which samples a step of a stream trains depends on how ranks and workers share it; load "
-            "the data sized, or leave packing_batch out"
+            f"packing_mode=plan needs data with a length, {this_has_none}; set packing_mode=buffer and --max_steps, or "
+            "load the data sized"
         )
-    if config.packing_mode == "plan" and not is_sized:
-        raise ConfigError(
-            "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
-            "len()); set packing_mode=buffer and --max_steps, or load the data sized"
-        )
-    if config.shares_media and not is_sized:
-        raise ConfigError(
-            "packing_share=media needs data with a length, and this has none (--streaming true, or an iterable without "
-            "len()): which rows begin alike is found out before training; load the data sized, or leave packing_share "
-            "out"
-        )
-    return is_sized and config.packing_mode != "buffer"
+    return False
 
 
 def is_switched_on(variable: str, environ: Mapping[str, str]) -> bool:
@@ -409,134 +415,86 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         if one is type(None):
             continue
         try:
-            return _CONVERT[one][0](value)
+            return _converted(value, one)
         except (TypeError, ValueError):
             pass
-    wanted = " or ".join("none" if one is type(None) else _CONVERT[one][1] for one in kinds)
+    wanted = " or ".join("none" if one is type(None) else _NOUNS[one] for one in kinds)
     raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
-def _as_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text not in _TRUE + _FALSE:
-        raise ValueError(text)
-    return text in _TRUE
+def _converted(value: Any, kind: Any) -> Any:
+    """Return a value as bool, int, float or str. Raises `TypeError` or `ValueError`."""
+    if kind is bool:
+        text = str(value).strip().lower()
+        if text in _TRUE + _FALSE:
+            return text in _TRUE
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+    elif not isinstance(value, bool) and (kind is float or isinstance(value, str) or int(value) == value):
+        return kind(value)
+    raise ValueError(value)
 
 
-def _as_int(value: Any) -> int:
-    if isinstance(value, bool) or (not isinstance(value, str) and int(value) != value):
-        raise ValueError(value)
-    return int(value)
+_NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-def _as_float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError(value)
-    return float(value)
-
-
-def _as_str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(value)
-    return value
-
-
-_CONVERT: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    bool: (_as_bool, "true or false"),
-    int: (_as_int, "a whole number"),
-    float: (_as_float, "a number"),
-    str: (_as_str, "a text"),
-}
-
-
-def _check_choices(config: PackingConfig) -> None:
+def _refusals(config: PackingConfig) -> Iterator[str]:
+    """Yield what is wrong with the options, and the way out."""
     for spec in fields(config):
         choices, value = spec.metadata["choices"], getattr(config, spec.name)
         if choices and value not in choices and not spec.metadata["takes_others"]:
             hint = did_you_mean(value, choices) or _HINTS.get(spec.name, "")
-            raise ConfigError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}{hint}")
-    if config.packing_any_family and not config.packing_verify:
-        raise ConfigError(
-            "packing_any_family=true with packing_verify=false: only the proof can tell whether a family that ms-swift "
-            "does not pack can be packed; leave packing_verify at true"
-        )
-    strategy_named(config.packing_strategy)  # raises for an unknown strategy
-    if config.packing_strategy == "binpack" and config.has_caps:
-        given = ", ".join(f"{name}={cap}" for name, cap in config.caps.items())
-        raise ConfigError(
-            f"packing_strategy=binpack has no caps other than tokens and would ignore {given}; "
-            "set packing_strategy=exact (or best_fit, first_fit, greedy), or remove the cap"
-        )
-
-
-def _check_numbers(config: PackingConfig) -> None:
+            yield f"{spec.name} must be one of {', '.join(choices)}, got {value!r}{hint}"
     for name in ("packing_length", "packing_buffer", "packing_min_len", *CAPS):
         value = getattr(config, name)
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in CAPS else ""
-            raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
+            yield f"{name} must be at least 1, got {value}; give a positive number{way_out}"
     if config.packing_stride < 0:
-        raise ConfigError(f"packing_stride must be at least 0, got {config.packing_stride}; 0 repeats nothing")
+        yield f"packing_stride must be at least 0, got {config.packing_stride}; 0 repeats nothing"
     for name in ("packing_min_fill_ratio", "packing_max_failed_share"):
         if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
-    _check_padding(config)
-    _check_kept_steps(config)
-    _check_shared(config)
-    if config.packing_min_fill_ratio < LEAST_FILL_RATIO:
-        # Only warn: the default is higher, so the user chose this value.
-        _warn_of_low_fill(config.packing_min_fill_ratio)
-
-
-def _check_padding(config: PackingConfig) -> None:
+            yield f"{name} must be between 0 and 1, got {getattr(config, name)}"
+    if config.packing_any_family and not config.packing_verify:
+        yield (
+            "packing_any_family=true with packing_verify=false: only the proof can tell whether a family that ms-swift "
+            "does not pack can be packed; leave packing_verify at true"
+        )
+    if config.packing_strategy == "binpack" and config.has_caps:
+        given = ", ".join(f"{name}={cap}" for name, cap in config.caps.items())
+        yield (
+            f"packing_strategy=binpack has no caps other than tokens and would ignore {given}; set "
+            "packing_strategy=exact (or best_fit, first_fit, greedy), or remove the cap"
+        )
     multiple, length = config.packing_pad_to, config.packing_length
-    if multiple is None or multiple == PAD_TO_LENGTH:
-        return
-    if not isinstance(multiple, int) or multiple <= 0:
-        raise ConfigError(f"packing_pad_to must be none, {PAD_TO_LENGTH} or a number of tokens, got {multiple!r}")
-    if length % multiple:
-        fitting = [str(one) for one in (length - length % multiple, length + multiple - length % multiple) if one]
-        raise ConfigError(
-            f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is not a "
-            f"multiple of it; set packing_length to {' or '.join(fitting)}"
-        )
-
-
-def _check_shared(config: PackingConfig) -> None:
+    if multiple not in (None, PAD_TO_LENGTH):
+        if not isinstance(multiple, int) or multiple <= 0:
+            yield f"packing_pad_to must be none, {PAD_TO_LENGTH} or a number of tokens, got {multiple!r}"
+        elif length % multiple:
+            fitting = [str(one) for one in (length - length % multiple, length + multiple - length % multiple) if one]
+            yield (
+                f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is not a "
+                f"multiple of it; set packing_length to {' or '.join(fitting)}"
+            )
+    for name, (value, why) in _NEED_A_LENGTH.items():
+        if getattr(config, name) == value and config.packing_mode == "buffer":
+            yield (
+                f"packing_mode=buffer packs rows as they come, and {name}={value} plans them: {why}; leave "
+                f"packing_mode out, or {name}"
+            )
     if config.packing_share_max < 2:
-        raise ConfigError(
-            f"packing_share_max must be at least 2, got {config.packing_share_max}; packing_share=none shares nothing"
-        )
+        yield f"packing_share_max must be at least 2, got {config.packing_share_max}; packing_share=none shares nothing"
+    no_effect = {
+        name: "packing_batch=samples, which packs each step by itself and drops nothing; leave it out"
+        for name in ("packing_buffer", "packing_min_fill_ratio", "packing_drop_last")
+        if config.packing_batch == SAMPLES
+    }
     if not config.shares_media:
-        if "packing_share_max" in config.changed():
-            raise ConfigError(
-                f"packing_share_max={config.packing_share_max} has no effect under packing_share=none; set "
-                "packing_share=media, or leave it out"
-            )
-        return
-    if config.packing_mode == "buffer":
-        raise ConfigError(
-            "packing_mode=buffer packs rows as they come, and packing_share=media finds out first which of them begin "
-            "alike; leave packing_mode out, or packing_share"
-        )
-
-
-def _check_kept_steps(config: PackingConfig) -> None:
-    if config.packing_batch != SAMPLES:
-        return
-    for name in ("packing_buffer", "packing_min_fill_ratio", "packing_drop_last"):
-        if name in config.changed():
-            raise ConfigError(
-                f"{name}={getattr(config, name)} has no effect under packing_batch=samples, which packs each step "
-                "by itself and drops nothing; leave it out"
-            )
-    if config.packing_mode == "buffer":
-        raise ConfigError(
-            "packing_mode=buffer packs rows as they come, and packing_batch=samples needs to know the rows of each "
-            "step; leave packing_mode out, or packing_batch"
-        )
+        no_effect["packing_share_max"] = "packing_share=none; set packing_share=media, or leave it out"
+    for name in config.changed():
+        if name in no_effect:
+            yield f"{name}={getattr(config, name)} has no effect under {no_effect[name]}"
 
 
 @cache

@@ -1,6 +1,6 @@
 """Declare every reason why a row is trained in no pack: the word that is counted, its meaning, and the remedy.
 
->>> Reason.OVERSIZE == "oversize", about("oversize").kind.value
+>>> Reason.OVERSIZE == "oversize", Reason.OVERSIZE.kind.value
 (True, 'decided by the packer')
 >>> is_failure("file_missing"), is_failure("oversize")
 (True, False)
@@ -13,7 +13,6 @@ from the declaration. To add a reason, declare it, use it where it is found (`Re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 
 
@@ -29,43 +28,20 @@ class Kind(Enum):
     BATCH = "decided when windows become batches"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class About:
-    """The declaration of a reason."""
+class Reason(str, Enum):
+    """A reason: the word that every report, list and log counts, with its declaration as attributes."""
 
     kind: Kind
     meaning: str
     """What happened, for people."""
-    remedy: str = ""
+    remedy: str
     """What to do if many rows have this reason; empty if the rows themselves have to be repaired or removed."""
-    code: int | None = None
-    """The code in files of lengths, for `Kind.ENCODING`. It never changes, because files outlive versions."""
-    part_code: int | None = None
-    """The code in files of parts, for the reasons that `plan/parts.py` gives. It never changes either."""
-    is_failure: bool = False
-    """True if the row should have been trained and could not be. Many such rows stop a run."""
-    is_retried: bool = False
-    """True to try at every start, because nothing on disk tells whether the cause is gone."""
 
-
-def _unreadable(code: int, meaning: str, remedy: str = "", *, is_retried: bool = False) -> About:
-    """Declare a reason why a row cannot be encoded."""
-    return About(kind=Kind.ENCODING, meaning=meaning, remedy=remedy, code=code, is_failure=True, is_retried=is_retried)
-
-
-_ALLOW = "set packing_allow_single_long to true"
-
-
-class Reason(str, Enum):
-    """A reason: the word that every report, list and log counts, with its declaration in `about`."""
-
-    about: About
-
-    def __new__(cls, word: str, about: About) -> Reason:
+    def __new__(cls, word: str, kind: Kind, meaning: str, remedy: str = "") -> Reason:
         """Make a member that equals its word, so that `Reason.OVERSIZE == "oversize"`."""
         made = str.__new__(cls, word)
         made._value_ = word
-        made.about = about
+        made.kind, made.meaning, made.remedy = kind, meaning, remedy
         return made
 
     # Show the word itself on every Python; 3.11 changed what an Enum with a mixed-in type shows.
@@ -74,217 +50,176 @@ class Reason(str, Enum):
 
     OVERSIZE = (
         "oversize",
-        About(
-            kind=Kind.PACKER,
-            meaning="at least `packing_length` tokens, and `packing_allow_single_long` is off",
-            remedy=f"raise packing_length, or {_ALLOW}",
-        ),
+        Kind.PACKER,
+        "at least `packing_length` tokens, and `packing_allow_single_long` is off",
+        "raise packing_length, or set packing_allow_single_long to true",
     )
     OVER_CAP = (
         "over_cap",
-        About(
-            kind=Kind.PACKER,
-            meaning="more images or patches than a pack may hold, and `packing_allow_single_long` is off",
-            remedy=f"raise packing_max_images or packing_max_patches, or {_ALLOW}",
-        ),
+        Kind.PACKER,
+        "more images or patches than a pack may hold, and `packing_allow_single_long` is off",
+        "raise packing_max_images or packing_max_patches, or set packing_allow_single_long to true",
     )
     UNDERFILLED = (
         "underfilled",
-        About(
-            kind=Kind.PACKER,
-            meaning="in the last, underfilled pack of an epoch under `packing_drop_last`",
-            remedy="set packing_drop_last to false, or lower packing_length",
-        ),
+        Kind.PACKER,
+        "in the last, underfilled pack of an epoch under `packing_drop_last`",
+        "set packing_drop_last to false, or lower packing_length",
     )
     UNPACKED_LEAVES_OUT = (
         "unpacked_leaves_out",
-        About(
-            kind=Kind.PACKER,
-            meaning="in no step of un-packed training in this epoch, under `packing_batch=samples`",
-            remedy="nothing: other epochs draw it; a number of rows that the ranks divide leaves none out",
-        ),
+        Kind.PACKER,
+        "in no step of un-packed training in this epoch, under `packing_batch=samples`",
+        "nothing: other epochs draw it; a number of rows that the ranks divide leaves none out",
     )
     LONGER_THAN_PLANNED = (
         "longer_than_planned",
-        About(
-            kind=Kind.LOAD,
-            meaning="grew since it was measured, and its pack has no room",
-            remedy="nothing: the next run measures a changed file again",
-        ),
+        Kind.LOAD,
+        "grew since it was measured, and its pack has no room",
+        "nothing: the next run measures a changed file again",
     )
     OVERFLOW = (
         "overflow",
-        About(
-            kind=Kind.CUT,
-            part_code=1,
-            meaning="more than `packing_length` tokens, under `packing_overflow=drop`",
-            remedy="raise packing_length, or set packing_overflow to split",
-        ),
+        Kind.CUT,
+        "more than `packing_length` tokens, under `packing_overflow=drop`",
+        "raise packing_length, or set packing_overflow to split",
     )
     TRUNCATED = (
         "truncated",
-        About(
-            kind=Kind.CUT,
-            part_code=2,
-            meaning="the rest of a row after `packing_length` tokens, under `packing_overflow=truncate`",
-            remedy="raise packing_length, or set packing_overflow to split",
-        ),
+        Kind.CUT,
+        "the rest of a row after `packing_length` tokens, under `packing_overflow=truncate`",
+        "raise packing_length, or set packing_overflow to split",
     )
     IMAGE_OVER_LENGTH = (
         "image_over_length",
-        About(
-            kind=Kind.CUT,
-            part_code=3,
-            meaning="a single image or video of more than `packing_length` tokens, in a row that is cut",
-            remedy="raise packing_length, or lower the pixels of an image (MAX_PIXELS, max_pixels)",
-        ),
+        Kind.CUT,
+        "a single image or video of more than `packing_length` tokens, in a row that is cut",
+        "raise packing_length, or lower the pixels of an image (MAX_PIXELS, max_pixels)",
     )
     CANNOT_BE_CUT = (
         "cannot_be_cut",
-        About(
-            kind=Kind.CUT,
-            part_code=4,
-            meaning="longer than a pack, and which of its tokens are which image is not known for its model family",
-            remedy="raise packing_length, or set packing_overflow to keep",
-        ),
+        Kind.CUT,
+        "longer than a pack, and which of its tokens are which image is not known for its model family",
+        "raise packing_length, or set packing_overflow to keep",
     )
     DELETED_BY_LOADER = (
         "deleted_by_loader",
-        About(
-            kind=Kind.LOADER,
-            meaning="ms-swift's loader or a `preprocess_func` found nothing usable in the row "
-            "(epoch null: no epoch has it; not known for streams)",
-        ),
+        Kind.LOADER,
+        "ms-swift's loader or a `preprocess_func` found nothing usable in the row (epoch null: no epoch has it; not "
+        "known for streams)",
     )
     TOO_SHORT = (
         "too_short",
-        About(
-            kind=Kind.DOCUMENT,
-            part_code=5,
-            meaning="a document, or the rest of one that was cut, of fewer than `min_len` tokens; "
-            "in training, a part of fewer than `packing_min_len`",
-            remedy="lower min_len (packing_min_len)",
-        ),
+        Kind.DOCUMENT,
+        "a document, or the rest of one that was cut, of fewer than `min_len` tokens; in training, a part of fewer "
+        "than `packing_min_len`",
+        "lower min_len (packing_min_len)",
     )
     TOO_LONG = (
         "too_long",
-        About(
-            kind=Kind.DOCUMENT,
-            meaning="a document of more than `max_len` tokens",
-            remedy="raise max_len, or leave it out and have documents cut",
-        ),
+        Kind.DOCUMENT,
+        "a document of more than `max_len` tokens",
+        "raise max_len, or leave it out and have documents cut",
     )
-    EMPTY_DOCUMENT = (
-        "empty_document",
-        About(kind=Kind.DOCUMENT, meaning="a document that is null, or of which no token is made"),
-    )
+    EMPTY_DOCUMENT = ("empty_document", Kind.DOCUMENT, "a document that is null, or of which no token is made")
     INCOMPLETE_BATCH = (
         "incomplete_batch",
-        About(
-            kind=Kind.BATCH,
-            meaning="in the last windows of a stream, too few for a batch, under `drop_last`",
-            remedy="set drop_last to False",
-        ),
+        Kind.BATCH,
+        "in the last windows of a stream, too few for a batch, under `drop_last`",
+        "set drop_last to False",
     )
-    ENCODE_FAILED = ("encode_failed", _unreadable(1, "the template raised any other error; the log has it"))
+    ENCODE_FAILED = ("encode_failed", Kind.ENCODING, "the template raised any other error; the log has it")
     OVER_MAX_LENGTH = (
         "over_max_length",
-        About(
-            kind=Kind.ENCODING,
-            code=2,
-            meaning="longer than `max_length` under truncation_strategy `delete`",
-            remedy="raise max_length, or truncate with truncation_strategy left or right",
-        ),
+        Kind.ENCODING,
+        "longer than `max_length` under truncation_strategy `delete`",
+        "raise max_length, or truncate with truncation_strategy left or right",
     )
-    FILE_MISSING = ("file_missing", _unreadable(3, "an image or video that is not there", is_retried=True))
-    FILE_IS_FOLDER = ("file_is_folder", _unreadable(4, "the path is a folder"))
-    FILE_EMPTY = ("file_empty", _unreadable(5, "the file has no bytes"))
+    FILE_MISSING = ("file_missing", Kind.ENCODING, "an image or video that is not there")
+    FILE_IS_FOLDER = ("file_is_folder", Kind.ENCODING, "the path is a folder")
+    FILE_EMPTY = ("file_empty", Kind.ENCODING, "the file has no bytes")
     IMAGE_UNREADABLE = (
         "image_unreadable",
-        _unreadable(6, "not an image, in a format that Pillow does not know, or broken"),
+        Kind.ENCODING,
+        "not an image, in a format that Pillow does not know, or broken",
     )
-    IMAGE_TOO_LARGE = ("image_too_large", _unreadable(7, "Pillow takes it for a decompression bomb"))
+    IMAGE_TOO_LARGE = ("image_too_large", Kind.ENCODING, "Pillow takes it for a decompression bomb")
     ASPECT_RATIO = (
         "aspect_ratio",
-        _unreadable(8, "over 200 to 1, which Qwen refuses, or so thin that nothing is left of it once it is resized"),
+        Kind.ENCODING,
+        "over 200 to 1, which Qwen refuses, or so thin that nothing is left of it once it is resized",
     )
     IMAGES_MALFORMED = (
         "images_malformed",
-        _unreadable(9, "an entry of `images` is null, a number, an empty object, a list"),
+        Kind.ENCODING,
+        "an entry of `images` is null, a number, an empty object, a list",
     )
-    NO_MESSAGES = ("no_messages", _unreadable(10, "a row without messages"))
+    NO_MESSAGES = ("no_messages", Kind.ENCODING, "a row without messages")
     VIDEO_READER_MISSING = (
         "video_reader_missing",
-        _unreadable(11, "nothing is installed that reads videos", "install torchcodec or decord", is_retried=True),
+        Kind.ENCODING,
+        "nothing is installed that reads videos",
+        "install torchcodec or decord",
     )
-    VIDEO_UNREADABLE = ("video_unreadable", _unreadable(12, "not a video, or broken"))
+    VIDEO_UNREADABLE = ("video_unreadable", Kind.ENCODING, "not a video, or broken")
     FILE_UNREADABLE = (
         "file_unreadable",
-        _unreadable(
-            13,
-            "a FIFO, socket or device (these are not opened), no permission, or a disk error",
-            is_retried=True,
-        ),
+        Kind.ENCODING,
+        "a FIFO, socket or device (these are not opened), no permission, or a disk error",
     )
     FILE_TIMEOUT = (
         "file_timeout",
-        _unreadable(
-            14,
-            "nothing could be read for 60 seconds, in two tries, as from a network mount that is gone; "
-            "each try halves the limit, down to 2 seconds, until a second one succeeds",
-            is_retried=True,
-        ),
+        Kind.ENCODING,
+        "nothing could be read for 60 seconds, in two tries, as from a network mount that is gone; each try halves "
+        "the limit, down to 2 seconds, until a second one succeeds",
     )
     URL_UNREACHABLE = (
         "url_unreachable",
-        _unreadable(
-            15,
-            "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), was not there within 60 s and "
-            "256 MB, or does not exist",
-            is_retried=True,
-        ),
+        Kind.ENCODING,
+        "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), was not there within 60 s and 256 "
+        "MB, or does not exist",
     )
     MEDIA_TOKENS = (
         "media_tokens",
-        _unreadable(
-            16,
-            "a text with a token that stands for an image or video (`<|image_pad|>`), and no medium for it",
-        ),
+        Kind.ENCODING,
+        "a text with a token that stands for an image or video (`<|image_pad|>`), and no medium for it",
     )
 
 
-def about(word: str) -> About:
-    """Return the declaration of a reason, by its word. Raises `ValueError` for an unknown word."""
-    return Reason(word).about  # type: ignore[call-arg]  # mypy takes the lookup for a constructor
+REASONS = (
+    "",
+    Reason.ENCODE_FAILED.value,
+    Reason.OVER_MAX_LENGTH.value,
+    Reason.FILE_MISSING.value,
+    Reason.FILE_IS_FOLDER.value,
+    Reason.FILE_EMPTY.value,
+    Reason.IMAGE_UNREADABLE.value,
+    Reason.IMAGE_TOO_LARGE.value,
+    Reason.ASPECT_RATIO.value,
+    Reason.IMAGES_MALFORMED.value,
+    Reason.NO_MESSAGES.value,
+    Reason.VIDEO_READER_MISSING.value,
+    Reason.VIDEO_UNREADABLE.value,
+    Reason.FILE_UNREADABLE.value,
+    Reason.FILE_TIMEOUT.value,
+    Reason.URL_UNREACHABLE.value,
+    Reason.MEDIA_TOKENS.value,
+)
+"""The reasons why a row cannot be encoded, by their codes in files of lengths; 0 means that nothing is wrong.
+
+A code never changes, because files outlive versions; so a new reason comes last.
+"""
+
+
+def about(word: str) -> Reason:
+    """Return the reason of a word. Raises `ValueError` for an unknown word."""
+    return Reason(word)  # type: ignore[call-arg]  # mypy takes the lookup for a constructor
 
 
 def is_failure(word: str) -> bool:
     """Tell whether a row with this reason should have been trained and could not be, unlike one that is too long."""
-    return about(word).is_failure
-
-
-_BY_CODE = {reason.about.code: reason.value for reason in Reason if reason.about.code is not None}
-REASONS = ("", *(_BY_CODE[code] for code in sorted(_BY_CODE)))
-"""The reasons why a row cannot be encoded, by their `code`; code 0 means that nothing is wrong."""
-_BY_PART_CODE = {reason.about.part_code: reason for reason in Reason if reason.about.part_code is not None}
-
-
-def part_code_of(reason: Reason | None) -> int:
-    """Return the code of a reason in files of parts; 0 for None, a part that is packed.
-
-    >>> part_code_of(Reason.TRUNCATED), part_code_of(None)
-    (2, 0)
-    """
-    if reason is None:
-        return 0
-    code = reason.about.part_code
-    assert code is not None, f"Reason.{reason.name} is given to a part, so reasons.py must declare its part_code"
-    return code
-
-
-def of_part_code(code: int) -> Reason | None:
-    """Return the reason for a code in files of parts; None for 0, a part that is packed."""
-    return _BY_PART_CODE[code] if code else None
+    reason = about(word)
+    return reason.kind is Kind.ENCODING and reason is not Reason.OVER_MAX_LENGTH
 
 
 # -- warn if many rows are left out -----------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from swift_vlpack.cli.command import shown
 from swift_vlpack.config import PackingConfig, kind_of
-from swift_vlpack.reasons import About, Kind, Reason
+from swift_vlpack.reasons import Kind, Reason
+from swift_vlpack.rows.faults import RETRIED
 
 DOCS = Path(__file__).parent.parent / "docs"
 _DEFAULTS = {"packing_length": "`max_length`", "packing": "`true` for `vlpack`, `false` for `swift`"}
@@ -32,17 +33,16 @@ def _kind(name: str) -> str:
 
 def reason_row(reason: Reason) -> str:
     """One reason, as docs/reasons.md shows it."""
-    about = reason.about
     return (
-        f"| `{reason}` | {about.kind.value} | {about.meaning} | {_retried(about)} | "
-        f"{about.remedy or 'repair or remove the row'} |"
+        f"| `{reason}` | {reason.kind.value} | {reason.meaning} | {_retried(reason)} | "
+        f"{reason.remedy or 'repair or remove the row'} |"
     )
 
 
-def _retried(about: About) -> str:
-    if about.kind is not Kind.ENCODING:
+def _retried(reason: Reason) -> str:
+    if reason.kind is not Kind.ENCODING:
         return "-"
-    return "at every start" if about.is_retried else "when something changes"
+    return "at every start" if reason in RETRIED else "when something changes"
 
 
 def reasons_table() -> str:

@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from benchmarks import beside_plain, demo, first_step, loader, long_run, step, turns, ways
-from swift_vlpack.attention.kernels import segments
+from benchmarks import beside_plain, demo, first_step, loader, long_run, turns, ways
 from swift_vlpack.config import ENV_PREFIX, PackingConfig, option_names
 from swift_vlpack.host.launch import plugin_path
 from tests.doc_blocks import ROOT
@@ -107,18 +106,6 @@ def test_memory_and_descriptors_stay_as_they_are_in_a_long_run(mode, tmp_path):
         ):
             grown = long_run.median(last, who, what) - long_run.median(second, who, what)
             assert grown <= slack, (who, what)
-
-
-def test_kinds_of_a_step_come_to_one_loss(tmp_path):
-    """DOC-5: un-packed, by every kernel and with the dense mask, or nothing is published."""
-    assert doctest.testmod(step).failed == 0
-    subject = step.Subject(tmp_path)
-    kinds = subject.kinds([40, 24, 9], with_kernels=True)
-    assert [*kinds] == [step.BARE, step.AUTO, "segments", "grouped", "dense mask", step.ONE_BY_ONE]
-    step.check(subject, kinds)
-    subject.auto = lambda sequence: 0.5 * segments(sequence)
-    with pytest.raises(SystemExit, match="the kinds come to different losses"):
-        step.check(subject, subject.kinds([40, 24, 9], with_kernels=True))
 
 
 def test_starts_are_printed_beside_their_limits():

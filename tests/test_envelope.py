@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from swift_vlpack.envelope import Named, Whole, check_shape, differing_fields, opened, seal, signed, unseal
+from swift_vlpack.envelope import differing_fields, opened, seal, signed, unseal
 from swift_vlpack.errors import StateMismatch
 
 
@@ -38,36 +38,6 @@ def test_foreign_envelope_is_refused(envelope, message):
     """STATE-2"""
     with pytest.raises(StateMismatch, match=message):
         unseal(envelope, "plan", {})
-
-
-SHAPE = {"num": Whole(1), "cuts": [(Whole(), str)], "by_name": Named({"is_done": bool}), "any": None}
-LIKE_IT = {"num": 1, "cuts": [[0, "a"], (7, "")], "by_name": {"x": {"is_done": True}}, "any": [1], "more": 2}
-
-
-def test_state_of_the_right_shape_is_taken():
-    """STATE-3"""
-    check_shape(LIKE_IT, SHAPE, "state")
-    check_shape({**LIKE_IT, "cuts": [], "by_name": {}, "any": None}, SHAPE, "state")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num": 0}, r"state\.num cannot be 0"),
-        ({"num": True}, r"state\.num cannot be True"),
-        ({"num": 1.0}, r"state\.num cannot be 1\.0"),
-        ({"cuts": None}, r"state\.cuts cannot be None"),
-        ({"cuts": [[0, "a"], [0]]}, r"state\.cuts\[1\] cannot be \[0\]"),
-        ({"cuts": [[0, 1]]}, r"state\.cuts\[0\]\[1\] cannot be 1"),
-        ({"by_name": [1]}, r"state\.by_name cannot be \[1\]"),
-        ({"by_name": {"x": {}}}, r"state\.by_name\.x\.is_done is missing"),
-        ({"by_name": {"x": {"is_done": 1}}}, r"state\.by_name\.x\.is_done cannot be 1"),
-    ],
-)
-def test_wrong_shape_names_the_field(change, message):
-    """STATE-3"""
-    with pytest.raises(StateMismatch, match=message):
-        check_shape({**LIKE_IT, **change}, SHAPE, "state")
 
 
 def test_signed_state_shows_every_change():

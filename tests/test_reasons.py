@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.reasons import REASONS, Kind, Reason, of_part_code, warning_of_left_out
+from swift_vlpack.plan.parts import Part
+from swift_vlpack.reasons import REASONS, Kind, Reason, warning_of_left_out
 from swift_vlpack.runlog.counts import Counts
 from tests.doc_tables import reason_row
 from tests.parsed import nodes_of
@@ -41,8 +42,6 @@ CODES = {
     15: "url_unreachable",
     16: "media_tokens",
 }
-OF_LENGTH = {Reason.OVER_MAX_LENGTH}
-"""What an encoding finds and is no failure: rows that are left out for their length never stop a run."""
 GIVEN_BY = {
     Kind.PACKER: "let `why_alone` in swift_vlpack/plan/items.py return it",
     Kind.ENCODING: "in swift_vlpack/rows/faults.py, add an error's name to `_BY_ERROR` or a case to `fault_of`",
@@ -57,8 +56,10 @@ def test_numbers_in_files_never_change():
     """STAT-7: files outlive versions, and a number that is given to another word makes them lie. New ones may come."""
     assert {code: REASONS[code] for code in CODES} == CODES
     assert REASONS[0] == ""
-    assert {code: of_part_code(code).value for code in PART_CODES} == PART_CODES
-    assert of_part_code(0) is None
+    for code, word in {0: None, **PART_CODES}.items():
+        part = Part(0, 2, 9, reason=word and Reason(word))
+        assert part.numbers[-1] == code
+        assert Part.of_numbers(0, part.numbers) == part
 
 
 def given_in(nodes):
@@ -70,54 +71,25 @@ def given_in(nodes):
     }
 
 
-def missing(reason, given, given_to_parts, page):
-    """What is missing of a reason, each with the place where to add it."""
-    about, name, others = reason.about, f"Reason.{reason.name}", [other for other in Reason if other is not reason]
-    is_of_encoding = about.kind is Kind.ENCODING
-    is_of_part = about.kind is Kind.CUT or reason.name in given_to_parts
-    is_to_fail = is_of_encoding and reason not in OF_LENGTH
-    codes = sorted(other.about.code for other in others if other.about.code is not None)
-    part_codes = {other.about.part_code for other in others if other.about.part_code is not None}
-    next_code = next(code for code in range(1, 1000) if code not in codes)
-    wanted = {
-        f"swift_vlpack/reasons.py: {name} needs a meaning": bool(about.meaning),
-        f"swift_vlpack/reasons.py: an encoding finds {name}, so declare it with `_unreadable(...)`; its code is "
-        f"{next_code}": not is_of_encoding or about.code is not None,
-        f"swift_vlpack/reasons.py: {name} is of Kind.{about.kind.name}; only what an encoding finds (Kind.ENCODING) "
-        f"has a code, is_failure or is retried": is_of_encoding
-        or (about.code is None and not about.is_retried and not about.is_failure),
-        f"swift_vlpack/reasons.py: the code of {name} must be {next_code}, which is free; {about.code} is another "
-        f"reason's, or leaves a gap": about.code in (None, next_code) or CODES.get(about.code) == reason.value,
-        f"swift_vlpack/reasons.py: {name} is given to parts, so it needs a part_code, which would be "
-        f"{max(part_codes) + 1}": about.part_code is not None or not is_of_part,
-        f"swift_vlpack/reasons.py: the part_code {about.part_code} of {name} is another reason's; "
-        f"{max(part_codes) + 1} is free": (
-            about.part_code not in part_codes or PART_CODES.get(about.part_code) == reason.value
-        ),
-        f"swift_vlpack/plan/parts.py: {name} has a part_code and is given to no part": (
-            about.part_code is None or reason.name in given_to_parts
-        ),
-        f"swift_vlpack/reasons.py: {name} must have is_failure (`_unreadable` sets it), so that too many of such rows "
-        f"stop a run; if a length is the reason, add it to OF_LENGTH in tests/test_reasons.py": (
-            about.is_failure or not is_to_fail
-        ),
-        f"swift_vlpack/reasons.py: {name} is in OF_LENGTH in tests/test_reasons.py, so it is no failure": (
-            not about.is_failure or reason not in OF_LENGTH
-        ),
-        f"nothing gives {name}: {GIVEN_BY.get(about.kind, GIVEN_ANYWHERE)}; or delete it": reason.name in given,
-        f"docs/reasons.md: run `make docs-tables`, which writes the row of {name}": reason_row(reason) in page,
-    }
-    return [place for place, is_there in wanted.items() if not is_there]
-
-
 def test_every_reason_is_declared_whole_and_given():
     """STAT-7 DATA-17: for what is missing, the message says where to add it."""
     given = given_in(nodes_beside_the_registry())
     given_to_parts = given_in(nodes_of(PACKAGE / "plan" / "parts.py"))
     page = (ROOT / "docs" / "reasons.md").read_text()
-    todo = [one for reason in Reason for one in missing(reason, given, given_to_parts, page)]
-    unknown = sorted(given - {reason.name for reason in Reason})
-    todo += [f"swift_vlpack/reasons.py: Reason.{name} is given and not declared" for name in unknown]
+    todo = [f"Reason.{name} is given and not declared" for name in sorted(given - {one.name for one in Reason})]
+    for reason in Reason:
+        wanted = {
+            "needs a meaning": bool(reason.meaning),
+            "has a code, so REASONS in swift_vlpack/reasons.py must have it": (
+                (reason.kind is Kind.ENCODING) == (reason.value in REASONS)
+            ),
+            "is given to parts, so _REASONS in swift_vlpack/plan/parts.py must have it": (
+                reason.kind is not Kind.CUT or reason.name in given_to_parts
+            ),
+            f"is given by nothing: {GIVEN_BY.get(reason.kind, GIVEN_ANYWHERE)}; or delete it": reason.name in given,
+            "is not in docs/reasons.md: run `make docs-tables`": reason_row(reason) in page,
+        }
+        todo += [f"Reason.{reason.name} {what}" for what, is_there in wanted.items() if not is_there]
     assert not todo, "\n" + "\n".join(todo)
 
 
@@ -156,4 +128,4 @@ def test_a_warning_has_the_remedy_of_every_reason():
     """STAT-5 STAT-7"""
     for reason in Reason:
         warning = warning_of_left_out({reason.value: 5}, num_of=10)
-        assert (reason.about.remedy or "repair or remove the rows") in warning
+        assert (reason.remedy or "repair or remove the rows") in warning

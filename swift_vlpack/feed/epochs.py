@@ -160,12 +160,12 @@ class KeptPacks:
         if kept is None:
             return None
         drawn = draw_epoch(self._recipe, epoch)
-        packs = Plan(**kept, **dict(zip(_OF_ROWS, drawn.sizes, strict=False)))
+        packs = Plan(**kept, **dict(zip(_OF_ROWS, (*drawn.sizes[:-1], drawn.shared), strict=True)))
         return PackedEpoch(**of_drawn(drawn), packs=packs, step=self._recipe.step)
 
 
-_OF_ROWS = ("lengths", "images", "patches")
-"""The fields of a `Plan` that are the first rows of an array of sizes, and are drawn again."""
+_OF_ROWS = ("lengths", "images", "patches", "shared")
+"""The fields of a `Plan` that have a number for each row, and are drawn again."""
 
 
 def _check_steps(num_packs: int, fewest_samples: int, num_ranks: int, recipe: Recipe) -> None:

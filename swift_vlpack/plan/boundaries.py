@@ -20,7 +20,7 @@ prefix and itself. So boundaries are a forest of depth one, and positions of a b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -119,13 +119,8 @@ class Boundaries:
     @property
     def position_ids(self) -> tuple[int, ...]:  # (num_tokens,)
         """Return positions that restart at 0 with every sample; those of a branch go on from its prefix."""
-        if not self.parents:
-            return tuple(chain.from_iterable(range(length) for length in self.lengths))
-        return tuple(chain.from_iterable(self._positions()))
-
-    def _positions(self) -> Iterable[range]:
-        for start, length in zip(self.starts_of_positions, self.lengths, strict=True):
-            yield range(start, start + length)
+        each = zip(self.starts_of_positions, self.lengths, strict=True)
+        return tuple(chain.from_iterable(range(start, start + length) for start, length in each))
 
     def segment_ids(self, num_tokens: int | None = None) -> tuple[int, ...]:  # (num_tokens,)
         """Return the number of the segment of every token, from 1; 0 for the padding up to `num_tokens`."""
@@ -136,33 +131,12 @@ class Boundaries:
         return (*numbered, *([0] * (total - self.num_tokens)))
 
     def check_positions(self, position_ids: Sequence[int]) -> None:
-        """Raise `BoundaryError` unless positions count up from 0 and restart at 0 at the start of every sample."""
+        """Raise `BoundaryError`, which names the first wrong token, unless these are the positions."""
         if len(position_ids) != self.num_tokens:
             raise BoundaryError(f"{len(position_ids)} positions for a pack of {self.num_tokens} tokens")
-        if self.parents:
-            self._check_positions_of_branches(position_ids)
-            return
-        # Attention that reads boundaries from positions takes every 0 for a start, so a wrong 0 cuts a sample in two.
-        starts = {index for index, position in enumerate(position_ids) if position == 0}
-        expected = set(self.document_starts)
-        if missing := sorted(expected - starts):
-            raise BoundaryError(
-                f"positions do not restart at token {missing[0]}, where sample "
-                f"{self.document_starts.index(missing[0])} starts (position {position_ids[missing[0]]} there)"
-            )
-        if extra := sorted(starts - expected):
-            raise BoundaryError(f"positions restart at token {extra[0]}, in the middle of a sample")
-        self._check_steps(position_ids, expected)
-
-    def _check_positions_of_branches(self, position_ids: Sequence[int]) -> None:
         for index, (found, expected) in enumerate(zip(position_ids, self.position_ids, strict=True)):
             if found != expected:
-                raise BoundaryError(f"token {index} has position {found}; in its row alone it has {expected}")
-
-    def _check_steps(self, position_ids: Sequence[int], starts: set[int]) -> None:
-        for index, (before, after) in enumerate(pairwise(position_ids), start=1):
-            if index not in starts and after != before + 1:
-                raise BoundaryError(f"positions jump from {before} to {after} at token {index}, inside a sample")
+                raise BoundaryError(f"token {index} has position {found}; in its sample alone it has {expected}")
 
     @classmethod
     def from_tokens(

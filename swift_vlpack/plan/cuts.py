@@ -22,12 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from swift_vlpack.envelope import Whole, check_shape
-from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.packs import Plan
-
-CUTS = [(Whole(1), Whole(), Whole())]
-"""The shape of saved cuts, for `envelope.check_shape`."""
 
 
 class Cut(NamedTuple):
@@ -78,17 +73,6 @@ def num_consumed(cuts: Sequence[Cut]) -> int:
 def is_finished(cuts: Sequence[Cut]) -> bool:
     """Tell whether no pack of the epoch is left."""
     return bool(cuts) and cuts[-1].num_consumed == cuts[-1].num_packs
-
-
-def cuts_from(saved: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
-    """Read cuts from JSON. Raises `StateMismatch` for impossible numbers."""
-    check_shape(saved, CUTS, "cuts")
-    cuts = tuple(Cut(*numbers) for numbers in saved)
-    for cut in cuts:
-        # Each rank trains one pack of a step, so no run writes a number that is not a multiple of its ranks.
-        if cut.num_packs % cut.num_ranks or cut.num_consumed % cut.num_ranks or cut.num_consumed > cut.num_packs:
-            raise StateMismatch(f"the saved state is damaged: {cut} is impossible")
-    return cuts
 
 
 def _aligned(plan: Plan, cut: Cut) -> Plan:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.errors import DataError, StateMismatch
+from swift_vlpack.errors import DataError
 from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
 from swift_vlpack.plan.items import is_left_out, must_be_alone
 from swift_vlpack.plan.mix import Mix, Schedule
@@ -34,7 +34,7 @@ from swift_vlpack.plan.parts import CutRows, Span
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
-from swift_vlpack.plan.units import NO_KEY, Prefixes, Together, Units, sizes_in_units, stand_together
+from swift_vlpack.plan.units import NO_KEY, Prefixes, Together, Units, stand_together
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
 
@@ -77,12 +77,12 @@ class DrawnEpoch:
     """The drawn rows in order. A cut row has one entry for each of its parts, one after the other."""
     sizes: Sizes
     """The sizes at every position of the schedule."""
+    shared: NDArray[np.int32]
+    """The tokens that each sample shares with the one at the position before it."""
     spans: NDArray[np.int32] | None = None
     """(4, num_positions): the fields of `Span`, 0 for rows that are not cut; None if no row is cut."""
     batch: NDArray[np.int32] | None = None
     """The un-packed batch of each position, which decides its optimizer step; None if steps are not kept."""
-    shared: NDArray[np.int32] | None = None
-    """The tokens that each sample shares with the one at the position before it; None if no sample shares any."""
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -239,53 +239,31 @@ def plan_epoch(
 
 def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> PackedEpoch:
     """Draw the rows of an epoch and pack them. With `name_of`, log the samples that are left out or alone."""
-    config, drawn = recipe.config, draw_epoch(recipe, epoch)
-    sizes = drawn.sizes
+    drawn = draw_epoch(recipe, epoch)
     if recipe.step is not None:
         return _pack_steps(recipe, drawn)
-    # Give only rows with a length to the packer. Rows that cannot be encoded are counted under their own reasons.
-    readable = np.flatnonzero(sizes[LENGTH])
-    if not len(readable):
+    units = Units.of(drawn.shared)
+    sizes = _sizes_of(units, drawn)
+    # Give only units with a length to the packer. Rows that cannot be encoded are counted under their own reasons.
+    numbers = np.flatnonzero(sizes[LENGTH])
+    if not len(numbers):
         raise DataError(f"epoch {epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons")
-    if drawn.shared is not None:
-        return _pack_units(recipe, drawn, drawn.shared, name_of)
-    of_readable = sizes if len(readable) == sizes.shape[1] else sizes[:, readable]
+    of_readable = sizes if len(numbers) == sizes.shape[1] else sizes[:, numbers]
+    readable = Units(units.starts[numbers], units.counts[numbers])
     made = plan(
         of_readable[LENGTH],
-        config,
+        recipe.config,
         images=of_readable[IMAGES],
         patches=of_readable[PATCHES],
+        samples=readable.counts,
         # Use another seed in every epoch: without shuffled rows, packs would come in the order of the epoch before.
         seed=recipe.seed + epoch,
-        label=None if name_of is None else lambda item: name_of(*drawn.sample(int(readable[item]))),
+        label=None if name_of is None else lambda item: name_of(*drawn.sample(int(readable.starts[item]))),
     )
     if not len(made):
-        raise DataError(f"epoch {epoch} has no pack; all {len(readable)} rows were left out: {made.num_dropped}")
+        raise DataError(f"epoch {epoch} has no pack; all {len(numbers)} rows were left out: {made.num_dropped}")
     # A `Plan` needs no supervised tokens, because they decide nothing.
-    packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
-    return PackedEpoch(**of_drawn(drawn), packs=packs)
-
-
-def _pack_units(recipe: Recipe, drawn: DrawnEpoch, shared: NDArray[np.int32], name_of: NameOfRow | None) -> PackedEpoch:
-    """Pack samples that share prefixes: each unit is one item, with its prefix counted once."""
-    units = Units.of(shared)
-    sizes = _sizes_of(units, drawn, shared)
-    # A sample that cannot be encoded is a unit of its own, of no length.
-    is_readable = sizes[LENGTH] > 0
-    numbers = np.flatnonzero(is_readable)
-    made = plan(
-        sizes[LENGTH, numbers],
-        recipe.config,
-        images=sizes[IMAGES, numbers],
-        patches=sizes[PATCHES, numbers],
-        samples=units.counts[numbers],
-        seed=recipe.seed + drawn.epoch,
-        label=None if name_of is None else lambda item: name_of(*drawn.sample(int(units.starts[numbers[item]]))),
-    )
-    readable = Units(units.starts[numbers], units.counts[numbers])
-    packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], shared)
-    if not len(packs):
-        raise DataError(f"epoch {drawn.epoch} has no pack; all its rows were left out: {packs.num_dropped}")
+    packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], drawn.shared)
     return PackedEpoch(**of_drawn(drawn), packs=packs)
 
 
@@ -308,8 +286,8 @@ def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
             # Count only rows that can be trained, so that all steps but the last have the same number of samples.
             is_usable = _at(schedule, usable, (), bool)
             batch = ((np.cumsum(is_usable) - 1).clip(0) // recipe.step.batch_size).astype(np.int32)
-    drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes), batch=batch)
-    drawn = _in_parts(drawn, cut)
+    sizes, shared = _sizes_at(schedule, recipe.sizes), np.zeros(len(schedule), dtype=np.int32)
+    drawn = _in_parts(DrawnEpoch(epoch=epoch, schedule=schedule, sizes=sizes, shared=shared, batch=batch), cut)
     return _in_units(drawn, recipe) if config.shares_media else drawn
 
 
@@ -351,21 +329,30 @@ def _for_ranks(packed: PackedEpoch, num_ranks: int) -> Plan:
 def _steps_packed(drawn: DrawnEpoch, step: UnpackedStep, config: PackingConfig, num_ranks: int, seed: int) -> Plan:
     """Pack each step of a drawn epoch for `num_ranks` ranks."""
     assert drawn.batch is not None
-    units = None if drawn.shared is None else Units.of(drawn.shared)
-    sizes, batch = drawn.sizes, drawn.batch
-    if units is not None and drawn.shared is not None:
-        sizes, batch = _sizes_of(units, drawn, drawn.shared), batch[units.starts]
-    lengths, images, patches, _ = sizes
-    columns = {"images": images, "patches": patches, "samples": None if units is None else units.counts}
-    packs = pack_steps(lengths, batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
-    if units is None or drawn.shared is None:
-        return packs
+    units = Units.of(drawn.shared)
+    lengths, images, patches, _ = _sizes_of(units, drawn)
+    packs = pack_steps(
+        lengths,
+        drawn.batch[units.starts],
+        step,
+        config=config,
+        num_ranks=num_ranks,
+        images=images,
+        patches=patches,
+        samples=units.counts,
+        seed=seed,
+    )
     return packs.of_samples(units, drawn.sizes[: PATCHES + 1], drawn.shared)
 
 
-def _sizes_of(units: Units, drawn: DrawnEpoch, shared: NDArray[np.int32]) -> Sizes:
+def _sizes_of(units: Units, drawn: DrawnEpoch) -> Sizes:
     """Add up the sizes of the samples of each unit, with what they share once."""
-    made: Sizes = np.add.reduceat(sizes_in_units(drawn.sizes, shared), units.starts, axis=1)
+    if len(units.starts) == len(drawn.schedule):
+        return drawn.sizes
+    own = drawn.sizes.copy()
+    own[LENGTH] -= drawn.shared
+    own[[IMAGES, PATCHES]] *= drawn.shared == 0  # samples that share tokens share all images and patches
+    made: Sizes = np.add.reduceat(own, units.starts, axis=1)
     return made
 
 
@@ -383,13 +370,9 @@ def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> 
 
 
 def _steps_of(packs: Plan, num_consumed: int) -> int:
-    """Return how many steps this number of packs makes. Raises `StateMismatch` if it ends within a step."""
+    """Return how many steps this number of packs makes."""
     assert packs.batches is not None
-    ends = np.concatenate(([0], np.cumsum(packs.batches))) * packs.num_ranks
-    num_steps = int(np.searchsorted(ends, num_consumed))
-    if num_steps == len(ends) or ends[num_steps] != num_consumed:
-        raise StateMismatch(f"the saved state is damaged: {num_consumed} packs are not a whole number of steps")
-    return num_steps
+    return int(np.searchsorted(np.cumsum(packs.batches) * packs.num_ranks, num_consumed, side="right"))
 
 
 def _unpacked_order(
@@ -451,7 +434,7 @@ def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
             spans[:, here] = np.stack([number_of_part[here], start, stop, num_repeated])
     in_parts = replace(schedule, source=schedule.source[at], row=schedule.row[at])
     batch = None if drawn.batch is None else drawn.batch[at]
-    return replace(drawn, schedule=in_parts, sizes=sizes, spans=spans, batch=batch)
+    return replace(drawn, schedule=in_parts, sizes=sizes, shared=drawn.shared[at], spans=spans, batch=batch)
 
 
 def prefixes_in(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> Prefixes:

@@ -9,8 +9,7 @@
 >>> [is_single_long(*size, config) for size in ((10, 0, 0), (11, 0, 0), (4, 3, 0))]
 [False, True, True]
 
-The rules about sizes work on single numbers, for the packer, and on arrays with an entry for each item, for plans. A
-column that was not counted is None.
+The rules about sizes work on single numbers, for the packer, and on arrays with an entry for each item, for plans.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def exceeds_a_cap(images: Any, patches: Any, config: PackingConfig) -> Any:
     """Tell whether an item has more images or patches than a whole pack may hold."""
     exceeds: Any = False
     for used, cap in ((images, config.packing_max_images), (patches, config.packing_max_patches)):
-        if cap is not None and used is not None:
+        if cap is not None:
             exceeds = exceeds | (used > cap)
     return exceeds
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import PlanError
 from swift_vlpack.plan.items import is_single_long
-from swift_vlpack.plan.steps import Balance, CostModel, balance_of, balanced_order, packs_to_split, spread_empty
+from swift_vlpack.plan.steps import Balance, balance_of, balanced_order, cost_of_samples, packs_to_split, spread_empty
 from swift_vlpack.plan.strategies import lower_bound
 from swift_vlpack.plan.units import Units
 from swift_vlpack.reasons import Reason
@@ -30,21 +30,17 @@ class Plan(Sequence[list[int]]):
 
     config: PackingConfig
     lengths: NDArray[np.int32]  # (num_items,)
-    images: NDArray[np.int32] | None
-    patches: NDArray[np.int32] | None
+    images: NDArray[np.int32]
+    patches: NDArray[np.int32]
+    shared: NDArray[np.int32]
+    """The tokens that each item shares with the item numbered before it, if that is before it in its pack, too."""
     members: NDArray[np.int32]  # item indices, pack after pack
     offsets: NDArray[np.int64]  # (num_packs + 1,): pack i is members[offsets[i]:offsets[i + 1]]
     dropped: dict[str, NDArray[np.int32]]
     """Item indices that are in no pack, by reason. Those of `underfilled` form a pack that `align` may bring back."""
     method: str
     """The strategy that made the packs, or `best_fit over the epoch` if that needed fewer packs than `exact`."""
-    cost: CostModel = field(default_factory=CostModel)
     seed: int = 0
-    shared: NDArray[np.int32] | None = None
-    """The tokens that each item shares with the item numbered before it, if that is before it in its pack, too.
-
-    None if no item shares any (`units.py`).
-    """
     num_ranks: int = 1
     """Ranks take the packs in turn: rank `p % num_ranks` trains pack p."""
     batches: NDArray[np.int64] | None = None
@@ -87,34 +83,31 @@ class Plan(Sequence[list[int]]):
         return self._sum_per_pack(self.lengths[self.members].astype(np.int64) - self.shared_of_members)
 
     @cached_property
-    def shared_of_members(self) -> Any:
-        """Return, by member, the tokens that it shares with the member before it in its pack; 0 if no item shares."""
-        if self.shared is None:
-            return 0
+    def shared_of_members(self) -> NDArray[np.int32]:
+        """Return, by member, the tokens that it shares with the member before it in its pack."""
+        if not self.shared.any():  # most plans: no need to look at neighbours
+            return np.broadcast_to(np.int32(0), len(self.members))
         follows = np.concatenate(([False], np.diff(self.members) == 1))[: len(self.members)]
         follows[self.offsets[:-1][self.offsets[:-1] < len(follows)]] = False
-        return np.where(follows, self.shared[self.members], 0)
+        shared: NDArray[np.int32] = np.where(follows, self.shared[self.members], 0)
+        return shared
 
     def shared_in(self, pack: int) -> tuple[int, ...]:
         """Return, for each sample of a pack, the tokens that it shares with the one before it; empty if none does."""
-        if self.shared is None:
-            return ()
         inside: list[int] = self.shared_of_members[self.offsets[pack] : self.offsets[pack + 1]].tolist()
         return tuple(inside) if any(inside) else ()
 
     @property
-    def images_of_members(self) -> NDArray[np.int32] | None:
+    def images_of_members(self) -> NDArray[np.int32]:
         """Return the images that each member does not share with the member before it in its pack."""
         return self._unshared(self.images)
 
     @property
-    def patches_of_members(self) -> NDArray[np.int32] | None:
+    def patches_of_members(self) -> NDArray[np.int32]:
         """Return the vision patches that each member does not share with the member before it in its pack."""
         return self._unshared(self.patches)
 
-    def _unshared(self, media: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
-        if media is None or self.shared is None:
-            return None if media is None else media[self.members]
+    def _unshared(self, media: NDArray[np.int32]) -> NDArray[np.int32]:
         made: NDArray[np.int32] = np.where(self.shared_of_members > 0, 0, media[self.members])
         return made
 
@@ -143,22 +136,18 @@ class Plan(Sequence[list[int]]):
         alone_and_over: NDArray[np.bool_] = is_alone & over[first]
         return alone_and_over
 
-    @cached_property
-    def fills(self) -> NDArray[np.float64]:
-        """Return the filled share of packs that are neither empty nor a single long sample."""
-        counted = ~self.is_single_long & (self.num_samples_per_pack > 0)
-        return self.num_tokens_per_pack[counted] / self.config.packing_length
-
     @property
     def mean_fill(self) -> float:
-        """Return the mean of `fills`."""
-        return float(self.fills.mean()) if len(self.fills) else 0.0
+        """Return the mean filled share of packs that are neither empty nor a single long sample."""
+        counted = ~self.is_single_long & (self.num_samples_per_pack > 0)
+        fills = self.num_tokens_per_pack[counted] / self.config.packing_length
+        return float(fills.mean()) if len(fills) else 0.0
 
     @cached_property
     def lower_bound(self) -> int:
         """Return a number of packs that no strategy can go below for the items in the plan."""
         lengths = self.lengths[self.members]
-        if self.shared is not None and len(lengths):
+        if len(lengths):
             # A unit is one item of the bound: its samples can only be apart by repeating their prefix.
             shared = self.shared_of_members
             lengths = np.add.reduceat(lengths - shared, np.flatnonzero(shared == 0))
@@ -189,7 +178,7 @@ class Plan(Sequence[list[int]]):
         parts = hashlib.sha256(str(self.num_ranks).encode())
         if self.batches is not None:
             parts.update(self.batches.astype("<i8").tobytes())
-        if self.shared is not None:
+        if self.config.shares_media:
             parts.update(self.shared.astype("<i4").tobytes())
         for numbers in (self.offsets.astype("<i8"), self.members.astype("<i4"), self.remainder.astype("<i4")):
             parts.update(numbers.tobytes())
@@ -254,7 +243,7 @@ class Plan(Sequence[list[int]]):
 
     def _cut_in_two(self, packs: NDArray[np.int64]) -> Plan:
         """Cut each of `packs` into two halves with tokens as equal as possible. Halves keep their place and order."""
-        cuts, shared = [], np.broadcast_to(self.shared_of_members, len(self.members))
+        cuts, shared = [], self.shared_of_members
         own = self.lengths[self.members] - shared
         for pack in packs:
             first, last = int(self.offsets[pack]), int(self.offsets[pack + 1])
@@ -282,28 +271,9 @@ class Plan(Sequence[list[int]]):
         left = np.flatnonzero(self.num_samples_per_pack[num_consumed:]) + num_consumed
         return replace(self.reordered(left), num_ranks=1)
 
-    def renumbered(self, numbers: NDArray[np.int64], columns: NDArray[Any]) -> Plan:
-        """Return the same packs over a longer list of items, in which item i of this plan is number `numbers[i]`.
-
-        `columns` has length, images and patches of the longer list.
-        """
-        lengths, images, patches = columns.astype(np.int32, copy=False)
-        renumber = numbers.astype(np.int32)
-        return replace(
-            self,
-            lengths=lengths,
-            images=images,
-            patches=patches,
-            members=renumber[self.members],
-            dropped={reason: renumber[items] for reason, items in self.dropped.items()},
-        )
-
     def _costs_of_members(self) -> NDArray[np.float64]:
-        if self.shared is None:
-            return self.cost.of_samples(self.lengths, self.patches)[self.members]
-        shared = np.asarray(self.shared_of_members)
-        whole = self.cost.of_samples(self.lengths[self.members], self.patches_of_members)
-        return whole - self.cost.of_samples(shared, None)
+        whole = cost_of_samples(self.lengths[self.members], self.patches_of_members)
+        return whole - cost_of_samples(self.shared_of_members, 0)
 
     def of_samples(self, units: Units, columns: NDArray[Any], shared: NDArray[np.int32]) -> Plan:
         """Return the same packs over the samples of units, where the items of this plan are the units.

@@ -24,7 +24,17 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.reasons import Reason, of_part_code, part_code_of
+from swift_vlpack.reasons import Reason
+
+_REASONS = (
+    None,
+    Reason.OVERFLOW,
+    Reason.TRUNCATED,
+    Reason.IMAGE_OVER_LENGTH,
+    Reason.CANNOT_BE_CUT,
+    Reason.TOO_SHORT,
+)
+"""The reasons why a part is left out, by their codes in files of parts, which never change; None if it is packed."""
 
 
 class Run(NamedTuple):
@@ -69,13 +79,13 @@ class Part(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """Return the part as seven numbers, for arrays and files. `number` is left out: it is the place in the list."""
-        return (*self[1:6], self.supervised, part_code_of(self.reason))
+        return (*self[1:6], self.supervised, _REASONS.index(self.reason))
 
     @classmethod
     def of_numbers(cls, number: int, numbers: Sequence[int]) -> Part:
         """Make a part of what `numbers` returned."""
         start, stop, num_repeated, images, patches, supervised, code = map(int, numbers)
-        return cls(number, start, stop, num_repeated, images, patches, of_part_code(code), supervised)
+        return cls(number, start, stop, num_repeated, images, patches, _REASONS[code], supervised)
 
     @property
     def span(self) -> Span:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -34,12 +34,11 @@ from swift_vlpack.plan.items import Item, is_left_out, must_be_alone
 from swift_vlpack.plan.packer import Label, Packer
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.shuffle import permutation
-from swift_vlpack.plan.steps import CostModel
 from swift_vlpack.plan.strategies import best_fit_assignment, binpack
 from swift_vlpack.reasons import Reason
 
-Columns = tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None]
-"""Lengths, images and patches of all items; None for columns that were not counted."""
+Columns = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+"""Lengths, images and patches of all items."""
 Assignment = Callable[[NDArray[np.int32], int], tuple[NDArray[np.int32], int]]
 """Function of (lengths, capacity) that returns (the pack of every item, the number of packs)."""
 
@@ -57,33 +56,26 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     patches: ArrayLike | None = None,
     samples: NDArray[Any] | None = None,
     seed: int = 0,
-    cost: CostModel | None = None,
     label: Label | None = "item {!r}".format,
 ) -> Plan:
-    """Pack a whole epoch of known lengths. `images` and `patches` are counts per item, for caps and costs.
+    """Pack a whole epoch of known lengths. `images` and `patches` are counts per item, for caps and costs; else 0.
 
-    `samples` has the number of samples of each item; None stands for one each.
+    `samples` has the number of samples of each item; else 1.
     `label` returns the name of an item for the log, if it is left out or alone; None logs nothing.
     """
     need_config(config)
     sizes = whole_numbers(lengths, "length", least=1)
-    counts = [
-        None if column is None else whole_numbers(column, name, least=0)
-        for column, name in ((images, "images"), (patches, "patches"))
-    ]
-    for column, name in zip(counts, ("images", "patches"), strict=True):
-        if column is not None and len(column) != len(sizes):
-            raise DataError(f"{len(column)} values of {name} for {len(sizes)} lengths")
-        if column is None and getattr(config, f"packing_max_{name}") is not None:
+    # A broadcast number is an array of any length that takes no memory.
+    nothing = np.broadcast_to(np.int32(0), len(sizes))
+    inputs = {"config": config, "lengths": sizes, "shared": nothing, "seed": seed}
+    for name, given in (("images", images), ("patches", patches)):
+        if given is None and getattr(config, f"packing_max_{name}") is not None:
             raise DataError(f"packing_max_{name} is set, but the plan was given no {name} per item")
-    inputs = {
-        "config": config,
-        "lengths": sizes,
-        "images": counts[0],
-        "patches": counts[1],
-        "cost": cost or CostModel(),
-        "seed": seed,
-    }
+        column = nothing if given is None else whole_numbers(given, name, least=0)
+        if len(column) != len(sizes):
+            raise DataError(f"{len(column)} values of {name} for {len(sizes)} lengths")
+        inputs[name] = column
+    samples = np.broadcast_to(np.int32(1), len(sizes)) if samples is None else samples
     planned = _packed_in_buffers(inputs, samples, label)
     if config.packing_strategy != "exact" or config.has_caps:
         return planned
@@ -100,15 +92,14 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     return planned
 
 
-def _packed_in_buffers(inputs: dict[str, Any], samples: NDArray[Any] | None, label: Label | None) -> Plan:
+def _packed_in_buffers(inputs: dict[str, Any], samples: NDArray[Any], label: Label | None) -> Plan:
     """Run the packer over the lengths, in chunks."""
     columns = (inputs["lengths"], inputs["images"], inputs["patches"])
     made = _Packs()
     packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=made.drop, label=label)
-    if samples is not None:
-        # An item that is pushed gets its serial number from 1 on, and an item in chunks its index.
-        first = int(packer.buffer.is_in_order)
-        packer.buffer.num_samples = {serial: num for serial, num in enumerate(samples.tolist(), start=first) if num > 1}
+    # An item that is pushed gets its serial number from 1 on, and an item in chunks its index.
+    first, several = int(packer.buffer.is_in_order), np.flatnonzero(samples > 1)
+    packer.buffer.num_samples = dict(zip((several + first).tolist(), samples[several].tolist(), strict=True))
     if packer.buffer.is_in_order:
         for item in _items(columns, np.arange(len(columns[0]))):
             # The columns were checked as arrays, so there is no need to check the items one by one.
@@ -127,7 +118,7 @@ def _packed_in_buffers(inputs: dict[str, Any], samples: NDArray[Any] | None, lab
     return whole if (order[1:] > order[:-1]).all() else whole.reordered(order)
 
 
-def _pack_numbers(columns: Columns, samples: NDArray[Any] | None, packer: Packer, made: _Packs) -> None:
+def _pack_numbers(columns: Columns, samples: NDArray[Any], packer: Packer, made: _Packs) -> None:
     """Give the packs that one gets by pushing the items one by one, without an object for each item."""
     lengths, config, buffer = columns[0], packer.config, packer.buffer
     is_alone = must_be_alone(*columns, config)
@@ -138,14 +129,12 @@ def _pack_numbers(columns: Columns, samples: NDArray[Any] | None, packer: Packer
     shared = np.flatnonzero(~is_alone)
     buffer.shortest = int(lengths[shared].min(initial=config.packing_length))
     serials, sizes, images, patches = (_numbers(column, shared) for column in (np.arange(len(lengths)), *columns))
-    of_items = repeat(1) if samples is None else _numbers(samples, shared)
-    uses = zip(*use_of_caps(of_items, images, patches, config), strict=False)
+    uses = zip(*use_of_caps(_numbers(samples, shared), images, patches, config), strict=True)
     while buffer.fill(serials, sizes, uses):
         newest = buffer.serials[-1]
         made.add(buffer.step(), time=newest)
     dropped = np.array([item for items in made.dropped.values() for item in items], dtype=np.int64)
-    num_dropped = len(dropped) if samples is None else int(samples[dropped].sum())
-    packs, remainder = buffer.flush((len(lengths) if samples is None else int(samples.sum())) - num_dropped)
+    packs, remainder = buffer.flush(int(samples.sum()) - int(samples[dropped].sum()))
     made.add(packs, time=len(lengths))
     if remainder:
         made.dropped[Reason.UNDERFILLED.value] = array("i", remainder)
@@ -185,14 +174,13 @@ def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.
     return pack_of, num_packs
 
 
-def _packed_at_once(inputs: dict[str, Any], samples: NDArray[Any] | None, group: Assignment, method: str) -> Plan:
+def _packed_at_once(inputs: dict[str, Any], samples: NDArray[Any], group: Assignment, method: str) -> Plan:
     """Group all lengths at once, and put the packs in an order that does not depend on their sizes."""
     config, lengths = inputs["config"], inputs["lengths"]
     alone = lengths >= config.packing_length
     shared = np.flatnonzero(~alone)
     pack_of, num_packs = group(lengths[shared], config.packing_length)
-    # Pass no images and patches: this function is called only if there are no caps.
-    left_out = is_left_out(lengths, None, None, config)
+    left_out = is_left_out(lengths, 0, 0, config)  # this function is called only if there are no caps
     singles = np.flatnonzero(alone & ~left_out)
     dropped = {Reason.OVERSIZE.value: np.flatnonzero(left_out).astype(np.int32)}
     owner = np.concatenate((pack_of, num_packs + np.arange(len(singles), dtype=np.int32)))
@@ -210,8 +198,8 @@ def _packed_at_once(inputs: dict[str, Any], samples: NDArray[Any] | None, group:
     return kept.reordered(permutation(len(kept), kept.seed, "epoch"))
 
 
-def _without_remainder(whole: Plan, samples: NDArray[Any] | None, num_shared: int) -> Plan:
-    of_members = np.ones(len(whole.members), dtype=np.int64) if samples is None else samples[whole.members]
+def _without_remainder(whole: Plan, samples: NDArray[Any], num_shared: int) -> Plan:
+    of_members = samples[whole.members]
     of_packs = np.diff(np.append(0, np.cumsum(of_members))[whole.offsets])
     tokens = whole.num_tokens_per_pack[:num_shared]
     config = whole.config
@@ -235,13 +223,11 @@ def _without_remainder(whole: Plan, samples: NDArray[Any] | None, num_shared: in
 
 def _items(columns: Columns, where: NDArray[np.int64]) -> Iterator[Item]:
     """Yield the items at these places."""
-    return map(Item._make, zip(where.tolist(), *(_numbers(column, where) for column in columns), strict=False))
+    return map(Item._make, zip(where.tolist(), *(_numbers(column, where) for column in columns), strict=True))
 
 
-def _numbers(column: NDArray[Any] | None, where: NDArray[np.int64]) -> Iterator[int]:
-    """Yield the numbers of a column at these places; zeros if there is no column."""
-    if column is None:
-        return repeat(0)
+def _numbers(column: NDArray[Any], where: NDArray[np.int64]) -> Iterator[int]:
+    """Yield the numbers of a column at these places."""
     chunks = (where[start : start + _CHUNK] for start in range(0, len(where), _CHUNK))
     return chain.from_iterable(column[chunk].tolist() for chunk in chunks)
 

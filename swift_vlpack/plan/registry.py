@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, invalidate_caches
 from operator import index as as_index
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from swift_vlpack.errors import ConfigError, StrategyError
 from swift_vlpack.plan.strategies import STRATEGIES, Caps, Groups, Strategy
@@ -30,16 +30,9 @@ SIGNATURE = "(lengths, capacity) -> groups of indices"
 
 Grouping = Callable[..., Iterable[Iterable[int]]]
 """Function of `(lengths, capacity)` or `(lengths, capacity, caps)` that returns groups of indices."""
-Given = TypeVar("Given", bound=Grouping)
-
-_ONCE = "every index must be in exactly one group"
 _registered: dict[str, Grouping] = {}
 
 
-@overload
-def register_strategy(name: str) -> Callable[[Given], Given]: ...
-@overload
-def register_strategy(name: str, function: Given) -> Given: ...
 def register_strategy(name: str, function: Grouping | None = None) -> Any:
     """Register `function` as `packing_strategy=name`, as a decorator or in a call. Returns the function.
 
@@ -130,7 +123,7 @@ def broken_rule(groups: Groups, lengths: Sequence[int], capacity: int, caps: Cap
             return f"group {number} exceeds a cap (packing_max_samples, packing_max_images or packing_max_patches)"
     if len(owner) < len(lengths):
         missing = next(index for index in range(len(lengths)) if index not in owner)
-        return f"index {missing} is in no group; {_ONCE}"
+        return f"index {missing} is in no group; every index must be in exactly one group"
     return None
 
 

@@ -71,28 +71,22 @@ def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> 
 
 def sharing_report(packs: Plan) -> dict[str, int]:
     """Count what samples of these packs share, with and without: `num_..._alone` is without."""
-    shared = np.broadcast_to(packs.shared_of_members, packs.members.shape)
+    shared = packs.shared_of_members
     is_branch = shared > 0
     num_units = int((is_branch[1:] & ~is_branch[:-1]).sum())
     num_in_units = int(is_branch.sum()) + num_units  # the first sample of a unit shares with none before it
     num_tokens = int(packs.num_tokens_per_pack.sum())
-    report = {
+    return {
         "num_units": num_units,
         "num_in_units": num_in_units,
         "num_alone": len(packs.members) - num_in_units,
         "num_tokens": num_tokens,
         "num_tokens_alone": num_tokens + int(shared.sum()),
+        "num_images": int(packs.images_of_members.sum()),
+        "num_images_alone": int(packs.images[packs.members].sum()),
+        "num_patches": int(packs.patches_of_members.sum()),
+        "num_patches_alone": int(packs.patches[packs.members].sum()),
     }
-    if packs.images is not None:
-        report |= {"num_images": _sum(packs.images_of_members), "num_images_alone": _sum(packs.images[packs.members])}
-    if packs.patches is not None:
-        patches = packs.patches_of_members
-        report |= {"num_patches": _sum(patches), "num_patches_alone": _sum(packs.patches[packs.members])}
-    return report
-
-
-def _sum(counts: NDArray[Any] | None) -> int:
-    return 0 if counts is None else int(counts.sum())
 
 
 def share_lines(share: Mapping[str, Any]) -> list[tuple[str, str]]:

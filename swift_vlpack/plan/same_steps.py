@@ -6,8 +6,8 @@ Two ranks with batches of two samples make steps of four; the last step has the 
 
 >>> size = UnpackedStep(batch_size=2, accumulation=1, num_ranks=2)
 >>> config = PackingConfig(packing_length=10, packing_strategy="exact", packing_batch="samples")
->>> lengths = np.array([6, 3, 4, 2, 5, 5])
->>> packs = pack_steps(lengths, in_order(len(lengths), size), size, config=config, num_ranks=2)
+>>> lengths, batch = np.array([6, 3, 4, 2, 5, 5]), np.array([0, 0, 1, 1, 2, 2])
+>>> packs = pack_steps(lengths, batch, size, config=config, num_ranks=2)
 >>> list(packs), packs.batches.tolist()  # one sequence a rank in each step
 ([[0, 3], [1, 2], [4], [5]], [1, 1])
 
@@ -31,7 +31,7 @@ from swift_vlpack.plan.buffer import use_of_caps
 from swift_vlpack.plan.items import is_left_out, must_be_alone
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.registry import strategy_named
-from swift_vlpack.plan.steps import CostModel
+from swift_vlpack.plan.steps import cost_of_samples
 from swift_vlpack.plan.strategies import Caps, Groups
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
@@ -89,15 +89,6 @@ when it was loaded'
     return f"the steps are no longer those of un-packed training, which decodes all images before it draws: {rows}"
 
 
-def in_order(num_samples: int, size: UnpackedStep) -> NDArray[np.int32]:
-    """Return the un-packed batch of each sample, if samples are taken in order.
-
-    >>> in_order(7, UnpackedStep(batch_size=2, accumulation=1, num_ranks=2)).tolist()
-    [0, 0, 1, 1, 2, 2, 3]
-    """
-    return (np.arange(num_samples) // size.batch_size).astype(np.int32)
-
-
 def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are packed
     lengths: NDArray[np.integer[Any]],
     batch: NDArray[np.integer[Any]],
@@ -109,22 +100,22 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
     patches: NDArray[np.integer[Any]] | None = None,
     samples: NDArray[np.integer[Any]] | None = None,
     seed: int = 0,
-    cost: CostModel | None = None,
 ) -> Plan:
     """Pack each step of an epoch for `num_ranks` ranks. The un-packed run may have another number of ranks.
 
-    `batch` has the un-packed batch of each sample. `samples` has the number of samples of each item, if some are units.
-    A length of 0 is a row that cannot be encoded, so its step has one
-    sample less.
+    `batch` has the un-packed batch of each item, and `samples` its number of samples (else 1). A length of 0 is a row
+    that cannot be encoded, so its step has one sample less.
     """
-    cost = cost or CostModel()
+    nothing = np.zeros(len(lengths), dtype=np.int32)
+    images, patches = (nothing if column is None else column for column in (images, patches))
+    samples = nothing + 1 if samples is None else samples
     left_out = is_left_out(lengths, images, patches, config) & (lengths > 0)
     in_steps = np.flatnonzero((batch >= 0) & (lengths > 0) & ~left_out)
     in_steps = in_steps[np.argsort(batch[in_steps] // size.num_batches, kind="stable")]
     step = batch[in_steps] // size.num_batches
     num_steps = int(batch.max(initial=IN_NO_STEP)) // size.num_batches + 1
     ends = np.searchsorted(step, np.arange(num_steps), side="right").tolist()
-    packer = _StepPacker(lengths, images, patches, samples, config, cost.of_samples(lengths, patches), num_ranks)
+    packer = _StepPacker(lengths, images, patches, samples, config, num_ranks)
     members: list[int] = []
     counts: list[int] = []
     batches: list[int] = []
@@ -146,13 +137,13 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
     return Plan(
         config=config,
         lengths=lengths.astype(np.int32, copy=False),
-        images=None if images is None else images.astype(np.int32, copy=False),
-        patches=None if patches is None else patches.astype(np.int32, copy=False),
+        images=images.astype(np.int32, copy=False),
+        patches=patches.astype(np.int32, copy=False),
+        shared=nothing,
         members=np.array(members, dtype=np.int32),
         offsets=np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
         dropped={reason: some.astype(np.int32) for reason, some in dropped.items() if len(some)},
         method=f"{config.packing_strategy} in each step",
-        cost=cost,
         seed=seed,
         num_ranks=num_ranks,
         batches=np.array(batches, dtype=np.int64),
@@ -162,20 +153,16 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
 class _StepPacker:
     """Pack the samples of one step after the other. Holds the sizes of all samples."""
 
-    def __init__(  # noqa: PLR0913 - columns of the data, then how they are packed
+    def __init__(
         self,
         lengths: NDArray[Any],
-        images: NDArray[Any] | None,
-        patches: NDArray[Any] | None,
-        num_samples: NDArray[Any] | None,
+        images: NDArray[Any],
+        patches: NDArray[Any],
+        num_samples: NDArray[Any],
         config: PackingConfig,
-        costs: NDArray[np.float64],
         num_ranks: int,
     ) -> None:
-        nothing = np.zeros(len(lengths), dtype=np.int64)
-        images, patches = (nothing if column is None else column for column in (images, patches))
-        num_samples = nothing + 1 if num_samples is None else num_samples
-        self._lengths, self._costs, self._num_ranks = lengths, costs, num_ranks
+        self._lengths, self._costs, self._num_ranks = lengths, cost_of_samples(lengths, patches), num_ranks
         self._is_alone = must_be_alone(lengths, images, patches, config)
         self._uses = np.stack(use_of_caps(num_samples, images, patches, config), axis=1) if config.has_caps else None
         self._limits = tuple(config.caps.values())
@@ -286,7 +273,7 @@ def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep)
 
     >>> size = UnpackedStep(batch_size=2, accumulation=1, num_ranks=1)
     >>> config = PackingConfig(packing_length=100, packing_batch="samples")
-    >>> lengths, batch = np.array([10, 30, 20, 20]), in_order(4, size)
+    >>> lengths, batch = np.array([10, 30, 20, 20]), np.array([0, 0, 1, 1])
     >>> kept_steps(pack_steps(lengths, batch, size, config=config, num_ranks=1), batch, size)
     KeptSteps(num_samples=2, num_sequences=1.0, padding_saved=0.2)
     """

@@ -24,23 +24,19 @@ More steps match better: with giants among the samples, ranks wait for 10 % of t
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostModel:
-    """The cost of training a pack: `per_token * tokens + per_square * sum(length^2) + per_patch * patches`.
+PER_SQUARE, PER_PATCH = 1.4e-5, 0.1
+"""The cost of a token that sees another one, and of a vision patch, in costs of a token.
 
-    The defaults are the forward operations of a 7B model (28 layers, width 3584, vision tower of 0.67B), divided by
-    those of one token: 2 x 7e9 for a token, 2 x 28 x 3584 for two tokens that see each other, 2 x 0.67e9 for a patch.
-    """
+These are the forward operations of a 7B model (28 layers, width 3584, vision tower of 0.67B), divided by those of one
+token: 2 x 7e9 for a token, 2 x 28 x 3584 for two tokens that see each other, 2 x 0.67e9 for a patch.
+"""
 
-    per_token: float = 1.0
-    per_square: float = 1.4e-5
-    per_patch: float = 0.1
 
-    def of_samples(self, lengths: NDArray[Any], patches: NDArray[Any] | None) -> NDArray[np.float64]:
-        """Return the cost of each sample; a pack costs the sum of its samples."""
-        sizes = lengths.astype(np.float64)
-        cost = self.per_token * sizes + self.per_square * sizes**2
-        return cost if patches is None else cost + self.per_patch * patches
+def cost_of_samples(lengths: NDArray[Any], patches: NDArray[Any] | int) -> NDArray[np.float64]:
+    """Return the cost of training each sample, in tokens; a pack costs the sum of its samples."""
+    sizes = lengths.astype(np.float64)
+    cost: NDArray[np.float64] = sizes + PER_SQUARE * sizes**2 + PER_PATCH * patches
+    return cost
 
 
 @dataclass(frozen=True, slots=True)

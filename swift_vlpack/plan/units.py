@@ -114,20 +114,10 @@ class Units(NamedTuple):
         >>> Units.of(np.array([0, 3, 0, 0, 2])).samples(np.array([2, 0])).tolist()
         [3, 4, 0, 1]
         """
-        counts = self.counts[units]
-        ends = np.cumsum(counts)
-        first = np.repeat(self.starts[units] - (ends - counts), counts)
-        samples: NDArray[np.int32] = (np.arange(len(first)) + first).astype(np.int32)
+        first, counts = self.starts[units], self.counts[units]
+        if len(self.starts) < self.counts.sum():  # otherwise each sample is a unit of its own
+            ends = np.cumsum(counts)
+            first = np.repeat(first - (ends - counts), counts)
+            first += np.arange(len(first))
+        samples: NDArray[np.int32] = first.astype(np.int32)
         return samples
-
-
-def sizes_in_units(sizes: NDArray[Any], shared: NDArray[Any]) -> NDArray[Any]:
-    """Return the sizes of samples without what they share with the sample before them.
-
-    `sizes` has one line for tokens, images and patches each; further lines are not shared and stay. Samples that share
-    tokens share all images and patches.
-    """
-    own = sizes.copy()
-    own[0] -= shared
-    own[1:3] = np.where(shared > 0, 0, own[1:3])
-    return own

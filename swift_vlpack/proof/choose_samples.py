@@ -113,7 +113,7 @@ def _counted_kinds(images: NDArray[Any], patches: NDArray[Any]) -> list[NDArray[
 def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
     """Return a short unit of each kind that the epoch has: a prefix with up to `_BRANCHES` of its rows, marked."""
     plan = packs.epoch_plan
-    if plan is None or plan.packs.shared is None:
+    if plan is None:
         return []
     members, shared = plan.packs.members, plan.packs.shared_of_members
     joins = np.flatnonzero(shared > 0)
@@ -184,10 +184,10 @@ def _scores(plan: Plan, window: int | None) -> Iterator[NDArray[Any]]:
         shortest = lengths[lengths > window].min()
         yield _of_packs(np.maximum, pack_of, lengths == shortest, len(plan))
     for counts in (plan.images, plan.patches):
-        if counts is not None and counts.any():
+        if counts.any():
             yield _of_packs(np.add, pack_of, counts[plan.members], len(plan))
             break
-    if plan.shared is not None:
+    if plan.config.shares_media:
         yield _of_packs(np.add, pack_of, plan.shared_of_members > 0, len(plan))
     yield plan.num_samples_per_pack
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from swift_vlpack.reasons import Reason, about
+from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.media import (
     Medium,
     RealFile,
@@ -43,6 +43,14 @@ _BY_ERROR = {
     "NoPatch": Reason.ASPECT_RATIO,
     "UnfilledToken": Reason.MEDIA_TOKENS,
 }
+RETRIED = {
+    Reason.FILE_MISSING,
+    Reason.VIDEO_READER_MISSING,
+    Reason.FILE_UNREADABLE,
+    Reason.FILE_TIMEOUT,
+    Reason.URL_UNREACHABLE,
+}
+"""Reasons that are tried at every start, because nothing on disk tells whether the cause is gone."""
 _SAID_OF_NO_PATCH = "height and width must be > 0"  # by Pillow, of an image that is resized to nothing
 _VIDEO_READERS = ("torchcodec", "decord")  # if both fail, qwen_vl_utils asks torchvision, which reads no videos
 _LONGEST_SHOWN = 200  # characters
@@ -132,7 +140,7 @@ def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
     """Tell whether an unchanged row will fail again, so that the failure may be cached."""
     if reason == Reason.OVER_MAX_LENGTH:
         return True
-    if about(reason).is_retried or isinstance(error, MemoryError):
+    if reason in RETRIED or isinstance(error, MemoryError):
         return False
     # A network that failed once may answer the next time.
     if any(isinstance(medium.value, str) and medium.value.startswith("http") for medium in media(row)):

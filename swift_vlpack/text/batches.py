@@ -124,12 +124,11 @@ class FixedBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch handed out, as JSON. Prefetched batches are not part of it."""
-        state: dict[str, Any] = plain(self._state())
-        return state
+        return envelope.signed(plain(self._state()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which the state was taken. The batch size may differ, the labels may not."""
-        saved = envelope.unseal(state, KIND, self._maker.objective, shape=_STATE)
+        saved = envelope.unseal(state, KIND, self._maker.objective, is_signed=True)
         self.close()
         self._must_go_back, self._is_over, self._consumed = False, False, None
         self._maker.load(saved)
@@ -242,13 +241,13 @@ class _Maker:
             raise StopIteration(self.snapshot()) from None
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state, not yet as JSON: `plain` converts it, which takes longer and can wait."""
+        """Return the state, neither as JSON nor signed yet, which takes longer and can wait."""
         state = {"stream": self._stream.snapshot(), "counts": dict(self._counts)}
         return envelope.seal(KIND, self.objective, state)
 
     def load(self, saved: dict[str, Any]) -> None:
         """Restore a state that `snapshot` returned."""
-        self._stream.load_state_dict(saved["stream"])
+        self._stream.restore(saved["stream"])
         self._counts = Counter(saved["counts"])
 
     def begin_anew(self) -> None:
@@ -282,9 +281,6 @@ class _Maker:
             "segment_ids": inputs,
         }
         return {name: np.ascontiguousarray(field).reshape(self._shape) for name, field in fields.items()}
-
-
-_STATE = {"stream": envelope.Named(None), "counts": envelope.Named(envelope.Whole())}
 
 
 # -- the prefetch thread ----------------------------------------------------------------------------------------------

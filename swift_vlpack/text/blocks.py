@@ -45,7 +45,7 @@ GREEDY, UNCUT, WINDOW = "greedy", "greedy_uncut", "window"
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
 
 COLUMN = "block_counts"
-REASONS = tuple(reason for reason in Reason if reason.about.kind is Kind.DOCUMENT)
+REASONS = tuple(reason for reason in Reason if reason.kind is Kind.DOCUMENT)
 OF_A_BLOCK = ("max_length", "documents", "cut_documents", "repeated_tokens", "truncated_documents", "truncated_tokens")
 """`documents` counts documents that begin in the block; `cut_documents` counts those that continue in another block."""
 LEFT_OUT = tuple(f"{reason.value}_{what}" for reason in REASONS for what in ("pieces", "tokens"))

@@ -21,7 +21,7 @@ from swift_vlpack.text.local import LocalText, paths_in
 from swift_vlpack.text.reading import Documents, ReadOptions
 from swift_vlpack.text.sources import plain, shares_among_workers, source_of
 from swift_vlpack.text.tokenizer import Tokens, edge_tokens, edged, token_id, token_ids, tokenizer_of
-from swift_vlpack.text.windows import Bins, Fetch, Held, Sequential, Windows
+from swift_vlpack.text.windows import Bins, Fetch, Held, Sequential
 
 MODES = SEQUENTIAL, BIN = "sequential", "bin"
 KIND = "text stream"
@@ -161,11 +161,10 @@ class TextStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream, as JSON."""
-        state: dict[str, Any] = plain(self.snapshot())
-        return state
+        return envelope.signed(plain(self.snapshot()))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state, not yet as JSON: `plain` converts it, which takes longer and can wait."""
+        """Return the state, neither as JSON nor signed yet, which takes longer and can wait."""
         state = {
             "documents": self._documents.snapshot(),
             "windows": self._windows.snapshot(),
@@ -177,7 +176,11 @@ class TextStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Raises `StateMismatch` if the source, the tokenizer or the options differ."""
-        saved = envelope.unseal(state, KIND, plain(self._fingerprint), shape=_STATE)
+        self.restore(state, is_signed=True)
+
+    def restore(self, state: dict[str, Any], *, is_signed: bool = False) -> None:
+        """Continue from a snapshot, as JSON."""
+        saved = envelope.unseal(state, KIND, plain(self._fingerprint), is_signed=is_signed)
         self.begin_anew()
         self._documents.load(saved["documents"])
         self._windows.load(saved["windows"], self._fetcher())
@@ -204,7 +207,7 @@ class TextStream:
         """Go back to the first document, with counts of zero."""
         options = self.options
         self._documents = Documents(self._source, self._reading, self._sleep)
-        self._windows: Windows
+        self._windows: Sequential | Bins
         if options.packing_mode == SEQUENTIAL:
             self._windows = Sequential(options.seq_len + 1)
         else:
@@ -278,12 +281,3 @@ class TextStream:
             "source": self._documents.fingerprint(),
             "tokenizer": [type(self.tokenizer).__name__, size, *special],
         }
-
-
-_STATE = {
-    "documents": envelope.Named(None),
-    "windows": envelope.Named(None),
-    "is_over": bool,
-    "epoch_of_tokens": envelope.Whole(),
-    "counts": envelope.Named(envelope.Whole()),
-}

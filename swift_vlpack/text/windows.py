@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,31 +55,12 @@ def restored(saved: list[Any], fetch: Fetch) -> Held:
     if address is None:
         return Held(np.array(tokens, dtype=np.int32), None, start, stop)
     found = fetch(address)
-    if len(found) < stop:  # earlier versions saved an empty document as BOS and EOS
+    if len(found) < stop:
         raise DataError(
             f"the document at {address} has {len(found)} tokens, and the state holds its first {stop}; the data has "
-            "changed, or an earlier version saved the state: load no state"
+            "changed: restore it, or load no state"
         )
     return Held(found, address, start, stop)
-
-
-class Windows(Protocol):
-    """Take documents, and return windows as lists of parts."""
-
-    def add(self, document: Held) -> None:
-        """Take a whole document."""
-
-    def end(self) -> None:
-        """Make the held parts leave as the last windows, because no more documents come."""
-
-    def take(self) -> list[Held] | None:
-        """Return the parts of the next window; None while more documents are needed for it."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the held parts, for a state."""
-
-    def load(self, saved: dict[str, Any], fetch: Fetch) -> None:
-        """Restore a snapshot. `fetch` reads the documents of parts that were saved by address."""
 
 
 class Sequential:
@@ -96,16 +77,16 @@ class Sequential:
         self._is_over = False
 
     def add(self, document: Held) -> None:
-        """Take a document."""
+        """Take a whole document."""
         self._pending.append(document)
         self._num_tokens += document.length
 
     def end(self) -> None:
-        """Make the rest leave as a shorter window."""
+        """Make the rest leave as a shorter window, because no more documents come."""
         self._is_over = True
 
     def take(self) -> list[Held] | None:
-        """Cut the next window from the documents that wait."""
+        """Return the parts of the next window; None while more documents are needed for it."""
         if not self._num_tokens or (self._num_tokens < self._size and not self._is_over):
             return None
         parts, free = [], min(self._size, self._num_tokens)
@@ -124,7 +105,7 @@ class Sequential:
         return {"pending": [part.saved() for part in self._pending], "is_over": self._is_over}
 
     def load(self, saved: dict[str, Any], fetch: Fetch) -> None:
-        """Restore a snapshot."""
+        """Restore a snapshot. `fetch` reads the documents of parts that were saved by address."""
         self._pending = deque(restored(part, fetch) for part in saved["pending"])
         self._num_tokens = sum(part.length for part in self._pending)
         self._is_over = saved["is_over"]

@@ -104,7 +104,7 @@ def test_samples_that_are_not_kept_apart_are_a_refutation_with_its_cause(verify)
     code, report, _ = verify("positions")
     assert code == 1
     assert (report["holds"], report["isolation"]["holds"], report["lengths"]["holds"]) == (False, False, True)
-    assert "positions do not restart at token" in report["isolation"]["cause"]
+    assert "; in its sample alone it has 0" in report["isolation"]["cause"]
     assert "DOES NOT HOLD: isolation" in verify_text(report)
 
 

@@ -1,10 +1,7 @@
-import io
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
-from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed import saved_rows
 from swift_vlpack.feed.saved_rows import changes, from_bytes, row_digests, saved_source, to_bytes, with_sizes
 from swift_vlpack.rows.shared import SharedPrefixes
@@ -63,17 +60,6 @@ def test_prefixes_go_through_a_file_and_are_those_of_the_saved_run():
     assert saved(source()).prefixes is None
 
 
-def test_prefixes_of_rows_that_share_some_of_their_media_are_refused():
-    """SHARE-10: earlier versions saved them, and this one would count their media wrongly."""
-    shared = SharedPrefixes(np.full(NUM_ROWS, 7, np.uint64), np.full(NUM_ROWS, 30, np.int32))
-    content = to_bytes([saved_source(made := source(prefixes=shared), row_digests(made))])
-    with np.load(io.BytesIO(content)) as arrays:
-        file = io.BytesIO()
-        np.savez(file, **arrays, prefix_own_media0=np.zeros((2, NUM_ROWS), np.int32))
-    with pytest.raises(StateMismatch, match="rows of photos share only some of their media, which is gone"):
-        from_bytes(file.getvalue())
-
-
 def test_nothing_changed_is_nothing():
     """RESUME-10"""
     assert compared(without([3]), without([3])) == saved_rows.Changes()
@@ -124,10 +110,3 @@ def test_only_some_rows_of_many_are_read(monkeypatch):
     other = source()
     other.rows[read[4]] = text_row("another")
     assert f"photos:{read[4]} " in str(changes(facts, other, row_digests(other)).texts)
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 50, b"PK\x05\x06" + 18 * b"\0"])
-def test_what_is_no_such_file_is_refused(content):
-    """RESUME-7"""
-    with pytest.raises(StateMismatch, match="damaged: "):
-        from_bytes(content)

@@ -29,11 +29,11 @@ def test_row_too_short_and_empty_sample_are_refused():
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        ((0, 1, 2, 3, 4), "do not restart at token 3, where sample 1 starts"),
-        ((0, 1, 0, 0, 1), "restart at token 2, in the middle"),
+        ((0, 1, 2, 3, 4), "token 3 has position 3; in its sample alone it has 0"),
+        ((0, 1, 0, 0, 1), "token 2 has position 0; in its sample alone it has 2"),
         ((0, 1, 2, 0), "4 positions for a pack of 5"),
-        ((0, 1, 3, 0, 1), "jump from 1 to 3 at token 2"),
-        ((1, 2, 3, 0, 1), "do not restart at token 0"),
+        ((0, 1, 3, 0, 1), "token 2 has position 3"),
+        ((1, 2, 3, 0, 1), "token 0 has position 1"),
     ],
 )
 def test_wrong_positions_are_found(positions, message):

@@ -50,12 +50,6 @@ def test_what_is_too_large_is_the_same_for_one_item_and_for_columns(caps, long, 
     assert [why_alone(*item, options) for item in items] == reasons
 
 
-def test_columns_that_nobody_counted_exceed_nothing():
-    """PACK-6"""
-    options = config(packing_max_images=None, packing_max_patches=None)
-    assert is_single_long(np.array(LENGTHS), None, None, options).sum() == 1
-
-
 def test_over_cap_single_counts_alike_in_packer_plan_and_report():
     """PACK-6 STAT-3: 60 and 40 fill a pack; 40 with three images is alone, and no sign of bad packing."""
     lengths, images = [60, 40, 40], [0, 0, 3]

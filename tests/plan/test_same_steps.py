@@ -15,12 +15,16 @@ from swift_vlpack.plan.same_steps import (
     UnpackedRows,
     UnpackedStep,
     deal,
-    in_order,
     kept_steps,
     pack_steps,
 )
 
 STRATEGIES = ("binpack", "greedy", "first_fit", "best_fit", "exact")
+
+
+def in_order(num_samples, size):
+    """The un-packed batch of each sample, if samples are taken in order."""
+    return (np.arange(num_samples) // size.batch_size).astype(np.int32)
 
 
 def config(**options):

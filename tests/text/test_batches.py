@@ -129,13 +129,6 @@ def test_truncated_documents_by_hand(stream):
     }  # fmt: skip
 
 
-def test_dropped_tokens_by_hand(stream):
-    """TEXT-23"""
-    batches = FixedBatches(stream([text(*range(11))], seq_len=3, **BARE), batch_size=2, drop_last=True)
-    assert len(list(batches)) == 1
-    assert (batches.counts["incomplete_batch_rows"], batches.counts["incomplete_batch_tokens"]) == (1, 3)
-
-
 @pytest.mark.parametrize("mode", ["sequential", "bin"])
 @pytest.mark.parametrize("shuffle", [0, 9])
 def test_every_token_is_in_exactly_one_window(stream, tokenizer, mode, shuffle):

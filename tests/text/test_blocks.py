@@ -4,8 +4,6 @@ import inspect
 import logging
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from itertools import pairwise, product
@@ -16,7 +14,6 @@ import pytest
 from swift_vlpack import register_strategy
 from swift_vlpack.errors import ConfigError, DataError, StrategyError
 from swift_vlpack.plan import registry
-from swift_vlpack.plan.parts import Cutting, Run, parts_of
 from swift_vlpack.plan.strategies import STRATEGIES
 from swift_vlpack.text import block_report, block_tokenize
 from tests.text.vocabularies import BOS, EOS, corpus, qwen, text, words
@@ -138,19 +135,6 @@ def test_stride_repeats_context_that_is_no_target(tokenizer):
     assert totals(made) == {"documents": 1, "cut_documents": 1, "repeated_tokens": 6}
     short = blocks([text(1, 2)], tokenizer, max_length=4, stride=2, **BARE)
     assert short["labels"] == short["input_ids"] == [[5, 6]], "the column is there for every batch of a map"
-
-
-def test_documents_are_cut_as_rows_are():
-    """TEXT-3: by hand, and with a BOS before every later part."""
-
-    def spans(length, **options):
-        return [part[1:4] for part in parts_of([Run(length)], Cutting(how="split", **options))]
-
-    assert spans(4, capacity=4, stride=3) == []
-    assert spans(5, capacity=4, stride=3) == [(0, 4, 0), (1, 5, 3)]
-    assert spans(9, capacity=4) == [(0, 4, 0), (4, 8, 0), (8, 9, 0)]
-    assert spans(9, capacity=4, num_added=1) == [(0, 4, 0), (4, 7, 0), (7, 9, 0)]
-    assert spans(7, capacity=4, stride=1, num_added=1) == [(0, 4, 0), (3, 6, 1), (5, 7, 1)]
 
 
 def test_without_overflow_documents_are_truncated_and_counted(tokenizer):
@@ -464,21 +448,3 @@ def test_report_of_blocks_without_counts_and_of_no_blocks(capsys):
         block_report([])
     with pytest.raises(DataError, match="several data sets"):
         block_report({"train": rows})
-
-
-def test_blocks_need_neither_torch_nor_transformers_nor_ms_swift():
-    """TEXT-10"""
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'swift', 'datasets'): sys.modules[name] = None\n"
-        "from swift_vlpack.text import block_tokenize, block_report\n"
-        "class Bytes:\n"
-        "    bos_token_id, eos_token_id = None, 256\n"
-        "    def __call__(self, texts, add_special_tokens): return {'input_ids': [list(t.encode()) for t in texts]}\n"
-        "for name in ('greedy', 'binpack', 'exact', 'window'):\n"
-        "    made = block_tokenize({'text': ['abc', 'de']}, tokenizer=Bytes(), max_length=9, packing_strategy=name)\n"
-        "    assert block_report(made)['tokens'] == 7\n"
-        "print(made['input_ids'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout.splitlines()[-1] == "[[97, 98, 99, 256, 100, 101, 256]]"

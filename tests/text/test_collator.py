@@ -4,8 +4,6 @@ import copy
 import inspect
 import pickle
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -391,20 +389,6 @@ def test_every_field_agrees_over_random_blocks(tokenizer):
         for name in ("input_ids", "labels", "position_ids"):
             assert line[name][0, :num_real].tolist() == batch[name][real].tolist()
         assert np.flatnonzero(line["position_ids"][0] == 0).tolist() == line["cu_seq_lens_q"][:-1].tolist()
-
-
-def test_numpy_batches_need_no_torch():
-    """TEXT-10"""
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'swift', 'datasets'): sys.modules[name] = None\n"
-        "from swift_vlpack.text import PackedCollator\n"
-        "class Ids: bos_token_id, eos_token_id, pad_token_id = None, 1, 1\n"
-        "rows = [{'input_ids': [5, 6, 7], 'document_starts': [0, 1]}]\n"
-        "print(PackedCollator(Ids(), return_tensors='np')(rows)['position_ids'].tolist())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout.strip() == "[[0, 0, 1]]"
 
 
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
