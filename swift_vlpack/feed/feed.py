@@ -69,8 +69,6 @@ class Feed(ABC):
 
     kind: ClassVar[str]
     """Name of the kind of feed. A saved state has this name, and only the same kind can restore it."""
-    state_shape: ClassVar[Mapping[str, Any]]
-    """The shape of `state()`, with which a saved state is checked."""
     is_decoded_ahead = False
     """True if un-packed training, whose steps are kept, decodes all images before it draws."""
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from swift_vlpack.envelope import Whole, check_shape
 from swift_vlpack.feed.agreement import Voting
 from swift_vlpack.feed.collate import Batch
 from swift_vlpack.feed.epoch_report import count_rows, left_out_by, left_out_warning
@@ -13,7 +12,7 @@ from swift_vlpack.feed.feed import Collate, EpochStart, Feed, MakeLoader
 from swift_vlpack.feed.planned import PlannedPackingDataset, address_of
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.saved_rows import NUM_PLANNED_COLUMNS, digest_of
-from swift_vlpack.plan.cuts import CUTS, cuts_from, with_consumed
+from swift_vlpack.plan.cuts import cuts_from, with_consumed
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.resume_schedule import batches_trained
 from swift_vlpack.plan.same_steps import UnpackedStep
@@ -25,7 +24,6 @@ class PlannedFeed(Feed):
     """A feed of packs that are planned before the first image is opened."""
 
     kind = "plan"
-    state_shape: ClassVar[Mapping[str, Any]] = {"cuts": CUTS, "plan": str}
     packs: PlannedPackingDataset
 
     def __init__(self, packs: PlannedPackingDataset, **options: Any) -> None:
@@ -150,15 +148,10 @@ class PlannedFeed(Feed):
         """Resume an epoch that was partly trained, by any number of ranks."""
         # Plan with the saved sizes, so that the plan is the same although files have gone or come back since.
         self.packs.take_sizes(self.saved_rows.sources)
-        if self.kept_step is not None:
-            self.keep_step_of(state)
+        if self.kept_step is not None:  # those of the saved run, which may have had another number of ranks
+            self.packs.keep_step(UnpackedStep(*state["unpacked_step"]))
         self.packs.resume(state["epoch"], cuts_from(state["cuts"]), state["plan"])
         self._num_trained = 0
-
-    def keep_step_of(self, state: Mapping[str, Any]) -> None:
-        """Keep the steps of the run that wrote the state, which may have had another number of ranks."""
-        check_shape(state.get("unpacked_step"), (Whole(1),) * len(UnpackedStep._fields), "state.unpacked_step")
-        self.packs.keep_step(UnpackedStep(*state["unpacked_step"]))
 
 
 class PackSampler:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -44,7 +44,6 @@ class StreamedFeed(Feed):
     """A feed of packs in the order in which the readers of each rank make them."""
 
     kind = "buffer"
-    state_shape: ClassVar[Mapping[str, Any]] = {}
     batches_left = None
     is_finished = False
     packs: StreamedPackingDataset

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.comm import Comm
-from swift_vlpack.envelope import Named, Whole
 from swift_vlpack.runlog.folder import ROWS, STATE
 
 Records = Mapping[str, Sequence[Sequence[Any]]]
 """Path of a file in the checkpoint -> [bytes, checksum] of each version of it. Nodes may write different versions."""
-RECORDS = Named([(Whole(), str)])
-"""The shape of records in a saved state."""
 BYTES_OF_END = 64 * 1024
 
 

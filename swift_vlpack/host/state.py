@@ -20,15 +20,10 @@ from swift.utils import get_logger, is_master
 from transformers.trainer import TRAINER_STATE_NAME
 
 from swift_vlpack.config import RESTART, RESUME_DATA
-from swift_vlpack.envelope import Whole, check_fingerprint, opened, seal, signed
+from swift_vlpack.envelope import check_fingerprint, opened, seal, signed
 from swift_vlpack.errors import ConfigError, StateMismatch, VLPackError
-from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_of, from_bytes
-from swift_vlpack.feed.streamed import PROGRESS, ReaderProgress
-from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.files import write_json, write_whole
-from swift_vlpack.host.checkpoint_files import RECORDS
-from swift_vlpack.runlog import counts
 from swift_vlpack.runlog.folder import ROWS, STATE
 
 logger = get_logger()
@@ -37,9 +32,6 @@ FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
-_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str, "files": RECORDS}
-STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
-"""Shapes of saved states, by the kind of feed."""
 
 
 class StateNotSaved(VLPackError):
@@ -56,9 +48,9 @@ def load_rank_state(checkpoint: Path, rank: int, global_step: int) -> dict[str, 
     """Read the progress that a rank had when the checkpoint was written."""
     path = checkpoint / RANK_FILE.format(rank)
     with refused(path, "every rank writes one, so collect them where nodes share no disk"):
-        then, state = opened(json.loads(path.read_text(encoding="utf-8")), "progress", shape=PROGRESS, is_signed=True)
+        then, state = opened(json.loads(path.read_text(encoding="utf-8")), "progress", is_signed=True)
         check_fingerprint("progress", then, {"rank": rank, "global_step": global_step})
-        return ReaderProgress.of(state).state()
+        return state
 
 
 def save_state(
@@ -144,7 +136,7 @@ def read_envelope(checkpoint: Path, kind: str | None = None) -> dict[str, Any]:
         envelope = json.loads(path.read_text(encoding="utf-8"))
         if kind is None:
             kind = str(envelope.get("kind")) if isinstance(envelope, dict) else "packing"
-        fingerprint, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+        fingerprint, state = opened(envelope, kind, is_signed=True)
         return {"digest": envelope["digest"], "kind": kind, "fingerprint": fingerprint, "state": state}
 
 

@@ -112,12 +112,6 @@ def test_batches_that_the_trainer_keeps_are_not_written_again():
         check(index, batch)
 
 
-def test_a_single_tensor_or_a_piece_of_one_keeps_its_batch():
-    """RANKS-9"""
-    kept = [batch["pixel_values"][5:][:3] for batch in loader()]
-    assert [piece.tolist() for piece in kept] == [[float(index)] * 3 for index in range(NUM)]
-
-
 @pytest.fixture(scope="module")
 def namespaces():
     if reason := why_no_namespace():

@@ -9,7 +9,6 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.feed.planned import recipe_of
 from swift_vlpack.plan.epoch import plan_epoch
-from swift_vlpack.plan.shares import Share
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -81,18 +80,6 @@ def test_sample_is_what_the_template_encodes_plus_length_source_and_id(template,
     assert size_of(sample).images == num_images
 
 
-def test_row_is_encoded_when_it_is_asked_for_and_not_before(template, monkeypatch):
-    """DATA-1"""
-    asked, encode = [], template.encode
-    monkeypatch.setattr(template, "encode", lambda row, **kw: asked.append(row) or encode(row, **kw))
-    rows = texts(6)
-    dataset = fused(template, source(rows=rows))
-    dataset.set_epoch(1)
-    assert (len(dataset), asked) == (6, [])
-    sample = dataset[3]
-    assert asked == [rows[sample["sample_id"].row]]
-
-
 def test_encoding_leaves_the_row_as_it_was(template, pictures):
     """DATA-1 DATA-3"""
     rows = [image_row(pictures)]
@@ -122,23 +109,6 @@ def test_row_that_cannot_be_encoded_is_named_with_a_reason(template, tmp_path):
     assert (str(travelled), travelled.reason) == (str(caught.value), "file_missing")
 
 
-def test_missing_file_has_its_own_reason_whatever_its_name(template, tmp_path):
-    """DATA-7: ms-swift takes one path in four for base64 and says that it cannot identify the image."""
-    causes = set()
-    for number in range(4):
-        row = image_row([str(tmp_path / f"{'m' * number}.jpg")])
-        with pytest.raises(SampleError) as caught:
-            RowEncoder(template).sample(row, SampleId("data", 0))
-        causes.add(type(caught.value.__cause__).__name__)
-        assert caught.value.reason == "file_missing"
-    assert causes == {"FileNotFoundError", "UnidentifiedImageError"}
-    there = tmp_path / "there.jpg"
-    there.write_text("no image")
-    with pytest.raises(SampleError) as caught:
-        RowEncoder(template).sample(image_row([str(there)]), SampleId("data", 0))
-    assert caught.value.reason == "image_unreadable"
-
-
 def test_strict_raises_the_error_with_the_row_and_the_cause(template, tmp_path):
     """DATA-7"""
     rows = [text_row(), image_row([str(tmp_path / "missing.jpg")])]
@@ -157,17 +127,6 @@ def test_template_that_makes_several_samples_of_a_row_is_refused(template):
     splitting.max_length, splitting.truncation_strategy = 20, "split"
     with pytest.raises(ConfigError, match=r"captions:3.*truncation_strategy=split"):
         RowEncoder(splitting).sample(text_row(answer="word " * 60), SampleId("captions", 3))
-
-
-def test_shares_of_an_epoch_are_disjoint_and_whole(template):
-    """DATA-9"""
-    sized, stream = fused(template, source(rows=texts(11))), StreamedRows(texts(11), template, name="data")
-    for dataset in (sized, stream):
-        shares = [[sample["sample_id"] for sample in dataset.samples(0, Share(n, 3))] for n in range(3)]
-        assert sorted(map(len, shares)) == [3, 4, 4]
-        assert sorted(sample_id for share in shares for sample_id in share) == [
-            SampleId("data", row) for row in range(11)
-        ]
 
 
 def test_measured_sizes_are_those_of_the_encoded_rows(template, pictures, tmp_path):
