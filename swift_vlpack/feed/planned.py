@@ -155,11 +155,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         """
         assert self.step is not None
         if step.num_samples != self.step.num_samples:
-            raise StateMismatch(
-                f"packing_batch=samples: a step of the saved run has {step.num_samples} samples ({step.batch_size} a "
-                f"batch x {step.accumulation} accumulated x {counted(step.num_ranks, 'rank')}), one of this run "
-                f"{self.step.num_samples}; give a batch size, accumulation and ranks whose product is the saved one"
-            )
+            raise StateMismatch(_other_samples(step, self.step))
         if step != self.step:
             self.step = step
             self._plan_epochs(self._epochs.extent)
@@ -248,6 +244,18 @@ def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: Fusion
             "many steps in all epochs; use ratio_by: rows"
         )
     return step
+
+
+def _other_samples(saved: UnpackedStep, now: UnpackedStep) -> str:
+    """Return an error: a step of the saved run has another number of samples. Names the accumulation to use."""
+    found = (
+        f"packing_batch=samples: a step of the saved run has {saved.num_samples} samples ({saved.batch_size} a batch x "
+        f"{saved.accumulation} accumulated x {counted(saved.num_ranks, 'rank')}), one of this run {now.num_samples}"
+    )
+    others = now.batch_size * now.num_ranks
+    if saved.num_samples % others:
+        return f"{found}; take a number of ranks and a batch size whose product divides {saved.num_samples}"
+    return f"{found}; give --gradient_accumulation_steps {saved.num_samples // others}"
 
 
 def address_of(plan: EpochPlan, number: int) -> PackAddress:
