@@ -1,6 +1,5 @@
 import copy
 import pickle
-from collections import Counter
 
 import pytest
 import torch
@@ -149,16 +148,6 @@ def test_measured_sizes_are_those_of_the_encoded_rows(template, pictures, tmp_pa
 # -- the mix ----------------------------------------------------------------------------------------------------------
 
 
-def test_ratio_is_the_share_of_the_rows_that_an_epoch_gets(template):
-    """DATA-3"""
-    dataset = fused(template, source("half", ratio=0.5), source("twice", ratio=2), source("whole"))
-    for epoch in range(3):
-        dataset.set_epoch(epoch)
-        assert Counter(sample_id.source for sample_id in ids(dataset)) == {"half": 5, "twice": 20, "whole": 10}
-        assert max(Counter(rows_of(dataset, "half")).values()) == 1
-        assert set(Counter(rows_of(dataset, "twice")).values()) == {2}
-
-
 def test_sample_limit_keeps_the_same_rows_in_all_epochs(template):
     """DATA-3"""
     dataset = fused(template, source("few", texts(50), sample_limit=7), source("rest"))
@@ -230,13 +219,6 @@ def test_seed_of_a_source_moves_its_draws_and_no_others(template):
     assert drawn(seed=3) == before, "the run's seed is the default"
 
 
-def test_name_decides_the_draws_and_must_be_unique(template):
-    """DATA-3"""
-    assert rows_of(fused(template, source("a")), "a") != rows_of(fused(template, source("b")), "b")
-    with pytest.raises(DataError, match="two sources are named 'a'"):
-        fused(template, source("a"), source("a"))
-
-
 def test_source_that_contradicts_itself_is_refused():
     """DATA-3 DATA-6"""
     with pytest.raises(ConfigError, match="'data': sample_limit must be at least 1, got 0"):
@@ -245,29 +227,6 @@ def test_source_that_contradicts_itself_is_refused():
         source(sizes=LengthIndex.of([RowSize(5)]))
     with pytest.raises(DataError, match="no source"):
         FusionCaptionDataset([], None)
-
-
-def test_set_epoch_mixes_anew_and_back_again(template):
-    """DATA-4"""
-    dataset = fused(template, source("a", ratio=0.5), source("b"), seed=1)
-    epochs = []
-    for epoch in (0, 1, 2, 0):
-        dataset.set_epoch(epoch)
-        epochs.append(ids(dataset))
-    assert epochs[0] == epochs[3]
-    assert len({tuple(order) for order in epochs}) == 3
-    for order in epochs:
-        assert sorted(sample_id.row for sample_id in order if sample_id.source == "b") == list(range(10))
-    fresh = fused(template, source("a", ratio=0.5), source("b"), seed=1)
-    assert ids(fresh) == epochs[0], "a pure function of seed and epoch"
-    assert ids(fused(template, source("a", ratio=0.5), source("b"), seed=2)) != epochs[0]
-
-
-def test_without_shuffle_the_rows_keep_their_order(template):
-    """DATA-4"""
-    dataset = fused(template, source("a", texts(3)), source("b", texts(2)), shuffle=False)
-    dataset.set_epoch(4)
-    assert [str(sample_id) for sample_id in ids(dataset)] == ["a:0", "a:1", "a:2", "b:0", "b:1"]
 
 
 def test_stream_hears_of_the_epoch_if_it_listens(template):
