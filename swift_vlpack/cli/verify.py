@@ -150,9 +150,9 @@ def _lengths(source: SourceLengths) -> dict[str, Any]:
     return {
         "source": source.source,
         "check": source.check,
-        "num_rows": source.num_rows if source.is_planned else None,
+        "num_rows": source.num_rows,
         "num_compared": source.num_compared,
-        "differing": list(map(str, source.differing)),
+        "differing": list(source.differing),
         "unreadable": list(source.unreadable),
         "without_headers": source.without_headers,
     }

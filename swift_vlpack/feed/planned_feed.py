@@ -148,14 +148,10 @@ class PlannedFeed(Feed):
         """Resume an epoch that was partly trained, by any number of ranks."""
         # Plan with the saved sizes, so that the plan is the same although files have gone or come back since.
         self.packs.take_sizes(self.saved_rows.sources)
-        if self.kept_step is not None:
-            self.keep_step_of(state)
+        if self.kept_step is not None:  # those of the saved run, which may have had another number of ranks
+            self.packs.keep_step(UnpackedStep(*state["unpacked_step"]))
         self.packs.resume(state["epoch"], [Cut(*numbers) for numbers in state["cuts"]], state["plan"])
         self._num_trained = 0
-
-    def keep_step_of(self, state: Mapping[str, Any]) -> None:
-        """Keep the steps of the run that wrote the state, which may have had another number of ranks."""
-        self.packs.keep_step(UnpackedStep(*state["unpacked_step"]))
 
 
 class PackSampler:

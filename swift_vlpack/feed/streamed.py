@@ -1,10 +1,17 @@
 """Pack samples as rows come: the iterable form of `PackingDataset`.
 
-Every dataloader worker of every rank reads its own share of the rows (plan/shares.py), encodes it and packs it, so no
-sample goes from worker to worker. Each pack has the state of its worker after the pack, as JSON: how many rows were
-read, and which samples still wait. The training process keeps the latest state of each worker (`ReaderProgress`) for
-the checkpoint. A resumed worker encodes the waiting samples again: a state has their ids and lengths, never their
-tensors.
+Every dataloader worker of every rank is a *reader*: it reads its own share of the rows (`plan/shares.py`), encodes them
+and packs them, so no sample goes from worker to worker.
+
+*Every state has the same future*: each pack carries the state of its reader after the pack, as JSON, and a reader that
+begins with this state makes the packs that the other one would have made next. Four facts make it so:
+
+1. The rows of a share have numbers. Read again, a row has the same content and draws the same random numbers.
+2. The packer decides by the ids and lengths of the samples that wait; its state is these numbers, and no tensor.
+3. A reader that resumes encodes the waiting samples again, before any new row. One that has another length by now is
+   refused, because the data has changed; one that cannot be read any more is left out and counted.
+4. Only what was trained counts. The training process keeps the state of each reader after its last trained pack
+   (`ReaderProgress`), and packs that were made ahead of training are made again.
 """
 
 from __future__ import annotations
@@ -133,7 +140,7 @@ class ReaderProgress:
 
 
 class _Buffer:
-    """Hold the encoded samples of one worker that wait for a pack, while the packer decides by their lengths.
+    """Hold the encoded samples of a reader that wait for a pack, while the packer decides by their lengths.
 
     The packer identifies a sample by an id with which it is found again after a resume:
 
@@ -174,50 +181,6 @@ class _Buffer:
             yield self._next()
         if self._left_out:
             yield self._pack([])  # without samples: only its record is needed
-
-    def state(self) -> WorkerState:
-        """Return, as JSON without tensors, what a new buffer needs to make the same packs from here on.
-
-        Left-out samples are not part of the state, because the record of the pack has them.
-        """
-        return {
-            "worker": self._worker,
-            "num_read": self._num_read,
-            "num_packs": self._num_packs,
-            "num_failed_in_a_row": self._num_failed_in_a_row,
-            "is_at_end": self._is_at_end,
-            "ready": [[list(item) for item in items] for items in self._ready],
-            "packer": self._packer.state(),
-        }
-
-    def load(self, state: WorkerState) -> None:
-        """Restore a state returned by `state()`. The waiting samples are encoded when `packs` begins."""
-        self._num_read = state["num_read"]
-        self._num_packs = state["num_packs"]
-        self._num_failed_in_a_row = state["num_failed_in_a_row"]
-        self._is_at_end = state["is_at_end"]
-        self._ready = deque(tuple(_item_from(item) for item in items) for items in state["ready"])
-        self._packer.load(state["packer"])
-
-    def _held_rows(self) -> dict[int, list[Item]]:
-        """Group the waiting items by the number of their row, in the order in which rows are read again."""
-        rows: dict[int, list[Item]] = {}
-        for item in (*self._packer.held, *chain.from_iterable(self._ready)):
-            rows.setdefault(_row_of(item.id), []).append(item)
-        return dict(sorted(rows.items()))
-
-    def _encode_again(self, number: int, items: Sequence[Item], row: Encoded | SampleError | None) -> None:
-        """Take the samples that waited from their row, read again."""
-        if row is None:
-            raise StateMismatch(
-                f"the saved state holds row {number} of a share of the data, but the share now ends before it: "
-                "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
-            )
-        if isinstance(row, SampleError):
-            self._samples |= {item.id: row.of_part(_part_of(item)) for item in items}
-            return
-        samples = {_item_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
-        self._samples |= {item.id: _unchanged(samples.get(item.id), row, item) for item in items}
 
     def _take(self, row: Encoded | SampleError) -> None:
         number = self._num_read
@@ -264,6 +227,52 @@ class _Buffer:
             return
         said = f"{item.length} tokens, {item.images} images"
         self._left_out.append(LeftOut(sample["sample_id"], reason.value, said))
+
+    # -- the state of a reader ----------------------------------------------------------------------------------------
+
+    def state(self) -> WorkerState:
+        """Return, as JSON without tensors, what a new buffer needs to make the same packs from here on.
+
+        Left-out samples are not part of the state, because the record of the pack has them.
+        """
+        return {
+            "worker": self._worker,
+            "num_read": self._num_read,
+            "num_packs": self._num_packs,
+            "num_failed_in_a_row": self._num_failed_in_a_row,
+            "is_at_end": self._is_at_end,
+            "ready": [[list(item) for item in items] for items in self._ready],
+            "packer": self._packer.state(),
+        }
+
+    def load(self, state: WorkerState) -> None:
+        """Restore a state returned by `state()`. The waiting samples are encoded when `packs` begins."""
+        self._num_read = state["num_read"]
+        self._num_packs = state["num_packs"]
+        self._num_failed_in_a_row = state["num_failed_in_a_row"]
+        self._is_at_end = state["is_at_end"]
+        self._ready = deque(tuple(_item_from(item) for item in items) for items in state["ready"])
+        self._packer.load(state["packer"])
+
+    def _held_rows(self) -> dict[int, list[Item]]:
+        """Group the waiting items by the number of their row, in the order in which rows are read again."""
+        rows: dict[int, list[Item]] = {}
+        for item in (*self._packer.held, *chain.from_iterable(self._ready)):
+            rows.setdefault(_row_of(item.id), []).append(item)
+        return dict(sorted(rows.items()))
+
+    def _encode_again(self, number: int, items: Sequence[Item], row: Encoded | SampleError | None) -> None:
+        """Take the samples that waited from their row, read again."""
+        if row is None:
+            raise StateMismatch(
+                f"the saved state holds row {number} of a share of the data, but the share now ends before it: "
+                "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
+            )
+        if isinstance(row, SampleError):
+            self._samples |= {item.id: row.of_part(_part_of(item)) for item in items}
+            return
+        samples = {_item_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
+        self._samples |= {item.id: _unchanged(samples.get(item.id), row, item) for item in items}
 
 
 def _item_id(number: int, span: Span | None) -> ItemId:

@@ -13,18 +13,22 @@
 ...     measure(source, cache, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
-What the sizes of a source are worth, in the order in which `measure` sees to it:
+*What is saved was checked*: a row was encoded in full, or its size came from its header while every comparison of its
+source agreed. Four steps see to it, and `measure` does them in this order, on all ranks at once:
 
-1. *One key.* A remembered size is found by the row, its files, and the settings that it depends on (`cache.py`).
-2. *Looked at again.* At every start, each rank measures some remembered rows again: the longest, the one of most
-   patches, and drawn ones. If one has another size now, the key lacks what changed it, and all remembered sizes of the
-   source are dropped, with a warning.
-3. *Checked before believed.* To decode all images takes hours, to read a header takes a millisecond. So other rows are
-   measured by their headers, and rows of every kind, drawn rows and the extremes are encoded in full as well
-   (`trust.py`). After a single difference, every row of the source is encoded in full, now and at later starts, and
-   each of these starts says so. Sizes from headers are saved as they come, but a start that finds them unchecked,
-   because the one before was killed, compares them as its own.
-4. *The true length decides* when a pack is loaded, for a row that is unlike all that were compared.
+1. *Look up.* A size is remembered under one key: the row, the state of its files, and all settings that it depends on
+   (`cache.py`, `context.py`). So a change that the key sees is a row without a size.
+2. *Look again.* Of each source, a few remembered rows are measured once more. If one has another size now, something
+   changed that the key does not see: all that is remembered of the source is dropped, with a warning.
+3. *Measure and compare.* To decode all images takes hours, to read a header takes a millisecond. So rows without a size
+   are measured by their headers; some of every kind and drawn ones are encoded in full as well (`trust.py`), and at
+   last those at both ends in size.
+4. *Believe or encode.* If all of these agree, the sizes from headers are saved as checked. After a single difference,
+   every row of the source is encoded in full, now and at later starts, and each of these starts says so.
+
+A kill loses little: sizes from headers are also saved as they come, as *unchecked*. The next start takes them as its
+own, which means that it compares some of them before it believes any. And should a row be unlike all that were
+compared, its true length decides when its pack is loaded (`feed/reader.py`).
 
 Each rank measures its share of the rows (`rank_rows.py`) in several processes (`rows_work.py`, `forked.py`), and all
 ranks get the same sizes (`measured_sizes.py`).
@@ -63,9 +67,6 @@ results come at least every tenth of a second."""
 _CHUNK_IN_FULL = 8
 """Rows of a task that are encoded in full. An image takes 10 ms and more, so larger tasks would lose more work when the
 run is killed, and leave processes idle at the end."""
-_LEAST_BY_HEADER = 16
-"""Fewest rows of a task if several processes share few rows: some milliseconds of work, next to which it is cheap to
-pass the task to a process."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
 """Number of rows for which one more process is started to compute their keys. A key takes 0.02 ms for a text and 0.03
 to 0.05 ms for an image; to start and end a process takes about 50 ms."""
@@ -84,7 +85,8 @@ def measure(
     """
     mine = _RankPass(source, cache, encoders, comm, progress)
     difference = _first(comm.results_of_all(mine.look_up))
-    if (change := _first(comm.results_of_all(mine.look_again))) is not None:
+    is_trusted = difference is None
+    if (change := _first(comm.results_of_all(lambda: mine.look_again(is_trusted=is_trusted)))) is not None:
         if comm.rank == 0:
             logger.warning(
                 "source %s: remembered lengths are wrong, so all of its rows are measured again: %s",
@@ -99,7 +101,7 @@ def measure(
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
         # Find these rows in the whole source, not in each rank's share, and compare those of this rank.
-        ends, silent = mine.of_this_rank(extremes(sizes)), mine.of_this_rank(without_headers(sizes))
+        ends, silent = extremes(sizes), without_headers(sizes)
         difference = _first(comm.results_of_all(lambda: mine.compare(ends, silent)))
     if difference is None:
         comm.results_of_all(mine.sizes.believe_headers)
@@ -117,9 +119,9 @@ def measure(
 
 
 class _RankPass:
-    """Measure one rank's rows, in four steps: `look_up`, `look_again`, `measure`, `compare`.
+    """Do the steps for one rank's rows: `look_up`, `look_again`, `measure`, `compare`.
 
-    Each returns the first difference that it finds in words; None if there is none.
+    Each returns the first difference that it finds, in words; None if there is none.
     """
 
     def __init__(
@@ -131,7 +133,6 @@ class _RankPass:
         self._name = source.name
         self._work = RowsWork(rows, cache, encoders)
         self._progress = progress or Progress()
-        self._trusts_headers = True
         self._changed = np.zeros(0, np.int64)  # rows whose remembered size was wrong
 
     @property
@@ -147,15 +148,14 @@ class _RankPass:
                 self.sizes.take_keys(chunk)
                 bar.update(len(chunk.positions))
         differs = self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider)
-        self._trusts_headers = not differs and self._encoders.by_header is not None
-        if not self._trusts_headers:
+        if differs or self._encoders.by_header is None:
             self.sizes.forget_headers()
         return "an earlier start found that they differ, as its file of lengths records" if differs else None
 
-    def look_again(self) -> str | None:
-        """Measure a few remembered rows, some in full and some by their headers."""
+    def look_again(self, *, is_trusted: bool) -> str | None:
+        """Measure a few remembered rows, some in full and, if headers of the source are trusted, some by these."""
         in_full, by_header = self.sizes.to_look_at_again()
-        if not self._trusts_headers:
+        if not is_trusted or self._encoders.by_header is None:
             in_full, by_header = np.union1d(in_full, by_header), by_header[:0]
         found = self._measured_again(in_full, by_header)
         changed = {at: now for at, now in found.items() if not are_equal(self.sizes.sizes[at], now)}
@@ -184,7 +184,7 @@ class _RankPass:
 
         Of the drawn rows with media only the first `num_decoded` are compared.
         """
-        unknown, in_turn = self.sizes.unknown(), self.sizes.drawn(num_drawn)
+        unknown, in_turn = self.sizes.to_measure(), self.sizes.drawn(num_drawn)
         # Headers may have been wrong where a remembered size was.
         drawn, decoded = (np.union1d(some, self._changed) for some in (in_turn, in_turn[:num_decoded]))
         if self._encoders.by_header is None:
@@ -194,7 +194,8 @@ class _RankPass:
         unchecked = self.sizes.unchecked(drawn)
         is_cheap = ~has_media(self.sizes.sizes[unchecked])
         tasks = self._comparing(unchecked[is_cheap | np.isin(unchecked, decoded)].tolist())
-        tasks += _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
+        size = _CHUNK_IN_FULL if self._encoders.by_header is None else _CHUNK_BY_HEADER
+        tasks += _tasks(TaskKind.MEASURE, unknown, size)
         with self._bar("Lengths", len(unknown)) as bar:
             for chunk in self._results(tasks):
                 self.sizes.take(chunk)
@@ -210,15 +211,15 @@ class _RankPass:
                     self.sizes.save_unchecked(positions)
         return None
 
-    def of_this_rank(self, indices: Positions) -> Positions:
-        """Return the positions of those rows of the source that belong to this rank."""
-        return np.flatnonzero(np.isin(self._rows.indices, indices))
-
     def compare(self, ends: Positions, silent: Positions) -> str | None:
-        """Encode rows both ways: extremes that were not compared before, and one of which the header gave no size."""
+        """Encode rows both ways: extremes that were not compared before, and one of which the header gave no size.
+
+        Both are indices in the source.
+        """
         if self._encoders.by_header is None:
             return None
-        todo = np.union1d(self.sizes.unproven(ends), silent)
+        here, of_ends = (np.flatnonzero(np.isin(self._rows.indices, some)) for some in (silent, ends))
+        todo = np.union1d(self.sizes.unproven(of_ends), here)
         with self._bar("Checking lengths", len(todo)) as bar:
             for chunk in self._results(self._comparing(todo.tolist())):
                 self.sizes.take(chunk)
@@ -252,14 +253,6 @@ class _RankPass:
         """Make tasks that compare rows: one task per row if several processes can share them, otherwise one task."""
         size = len(positions) if self._encoders.num_processes < 2 else 1
         return _tasks(TaskKind.COMPARE, np.array(positions, dtype=np.int64), max(1, size))
-
-    def _rows_of_a_task(self, num_rows: int) -> int:
-        """Return the number of rows in a task: such that each process gets at least two tasks, and none is idle."""
-        if self._encoders.by_header is None:
-            return _CHUNK_IN_FULL
-        num_processes = self._encoders.num_processes
-        share = -(-num_rows // (2 * num_processes)) if num_processes > 1 else num_rows
-        return min(_CHUNK_BY_HEADER, max(_LEAST_BY_HEADER, share))
 
     def _bar(self, text: str, num_rows: int) -> AbstractContextManager[tqdm[Any]]:
         return self._progress.stage(f"{text} of {self._name}", num_rows)

@@ -1,6 +1,7 @@
 """Hold the sizes of a rank's rows: look them up in the cache, add what is measured, and save that to the cache.
 
-A size is *unchecked* from when it was taken from headers until `believe_headers`: it is used, but it may have to go.
+The size of a row is unknown, unchecked or known. It is *unchecked* from when it was taken from a header until
+`believe_headers`: it is used, but it may have to go.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from swift_vlpack.rows.faults import Fault
 
 NUM_AGAIN_OF_EACH = 2
 """Remembered texts, rows with media, and other rows that are drawn to be looked at again at a start."""
+_UNKNOWN, _UNCHECKED, _KNOWN = range(3)
 _NUM_OF_APPEND = 1 << 16  # rows, so that a million rows are not copied at once
 
 
@@ -33,6 +35,7 @@ class Findings(NamedTuple):
     parts: dict[int, tuple[Part, ...]]
     with_surplus_tags: list[int]
     num_remembered: int
+    """Rows that this start had not to measure."""
 
 
 class MeasuredSizes:
@@ -41,13 +44,12 @@ class MeasuredSizes:
     def __init__(self, rows: RankRows, cache: LengthCache) -> None:
         self.sizes: NDArray[np.void] = np.zeros(len(rows), SIZE)
         self.keys = np.zeros(len(rows), KEY)
-        self._is_known: NDArray[np.bool_] = np.zeros(len(rows), dtype=bool)
-        self._is_unchecked: NDArray[np.bool_] = np.zeros(len(rows), dtype=bool)
+        self._state = np.full(len(rows), _UNKNOWN, np.uint8)
         self._has_surplus_tags = np.zeros(len(rows), dtype=bool)
         self._names_url = np.zeros(len(rows), dtype=bool)
         self._faults: dict[int, Fault] = {}  # by index in the source
         self._parts: dict[int, tuple[Part, ...]] = {}  # by position
-        self._num_remembered = 0
+        self._num_remembered = len(rows)
         self._rows = rows
         self._cache = cache
 
@@ -66,22 +68,18 @@ class MeasuredSizes:
         Returns True if an earlier start found that headers of this source are wrong.
         """
         checked = self._cache.load()
-        self._is_known, self.sizes = checked.of(self.keys)
-        is_unchecked, sizes = self._cache.load_unchecked().of(self.keys)
-        self._is_unchecked = is_unchecked & ~self._is_known
-        self.sizes[self._is_unchecked] = sizes[self._is_unchecked]
-        self._is_known |= self._is_unchecked
+        for saved, state in ((self._cache.load_unchecked(), _UNCHECKED), (checked, _KNOWN)):
+            is_there, sizes = saved.of(self.keys)
+            self.sizes[is_there], self._state[is_there] = sizes[is_there], state
         if is_strict:
-            self._is_known &= self.sizes["reason"] == 0
+            self._state[self.sizes["reason"] > 0] = _UNKNOWN
         self._look_up_details(divider)
-        self._is_unchecked &= self._is_known
-        self._num_remembered = int(self._is_known.sum())
         return checked.num_differing > 0
 
     def _look_up_details(self, divider: Divider | None) -> None:
         """Load errors and parts. A cut row without cached parts, or longer than its parts, is measured again."""
         is_cut = np.zeros(len(self.keys), bool) if divider is None else divider.have_parts(self.sizes["length"])
-        wanted = np.flatnonzero(self._is_known & (is_cut | (self.sizes["reason"] > 0)))
+        wanted = np.flatnonzero((self._state > _UNKNOWN) & (is_cut | (self.sizes["reason"] > 0)))
         saved = self._cache.load_details() if len(wanted) else {}
         for position in wanted.tolist():
             details = saved.get(self.keys[position].tobytes(), Details())
@@ -89,22 +87,24 @@ class MeasuredSizes:
                 self._faults[self._rows.index(position)] = details.fault
             elif is_cut[position]:
                 self._parts[position] = details.parts
-                stop = max((part.stop for part in details.parts), default=0)
-                self._is_known[position] = stop == self.sizes["length"][position]
+                if max((part.stop for part in details.parts), default=0) != self.sizes["length"][position]:
+                    self._state[position] = _UNKNOWN
 
     # -- choose rows --------------------------------------------------------------------------------------------------
 
-    def unknown(self) -> Positions:
-        """Return the rows that have no size yet."""
-        return np.flatnonzero(~self._is_known)
+    def to_measure(self) -> Positions:
+        """Return the rows that have no size; all others count as remembered."""
+        unknown = np.flatnonzero(self._state == _UNKNOWN)
+        self._num_remembered = min(self._num_remembered, len(self._rows) - len(unknown))
+        return unknown
 
     def unchecked(self, positions: Positions) -> Positions:
         """Select the rows whose size was taken from headers and has to prove right."""
-        return positions[self._is_unchecked[positions]]
+        return positions[self._state[positions] == _UNCHECKED]
 
     def unproven(self, positions: Positions) -> Positions:
         """Select the rows that have no size, or an unchecked one."""
-        return positions[~self._is_known[positions] | self._is_unchecked[positions]]
+        return positions[self._state[positions] != _KNOWN]
 
     def drawn(self, num_rows: int) -> Positions:
         """Draw at most `num_rows` of the unproven rows."""
@@ -120,7 +120,7 @@ class MeasuredSizes:
         pass by. To decode large media takes seconds, so of those only one more, of the fewest patches, is decoded.
         """
         sizes, chance = self.sizes, random.SystemRandom()  # leaves the random numbers of training alone
-        known = left = np.flatnonzero(self._is_known & ~self._names_url & (sizes["length"] > 0))
+        known = left = np.flatnonzero((self._state > _UNKNOWN) & ~self._names_url & (sizes["length"] > 0))
         of_media = has_media(sizes)
         chosen = {int(known[sizes[name][known].argmax()]) for name in ("length", "patches") if len(known)}
         for is_of_kind in (~of_media, of_media, None):
@@ -151,11 +151,10 @@ class MeasuredSizes:
         """Store the results of a chunk. Save those that need no check."""
         positions = chunk.positions
         self.sizes[positions] = chunk.sizes
-        self._is_known[positions] = True
         self._faults |= chunk.faults
         self._parts |= chunk.parts
         is_of_header = chunk.sizes["proof"] == BY_HEADER
-        self._is_unchecked[positions] = chunk.is_saved & is_of_header
+        self._state[positions] = np.where(chunk.is_saved & is_of_header, _UNCHECKED, _KNOWN)
         if chunk.faults or chunk.parts:
             self._save_details(positions[chunk.is_saved])
         self._cache.append(*self._records(positions[chunk.is_saved & ~is_of_header]))
@@ -166,10 +165,10 @@ class MeasuredSizes:
 
     def believe_headers(self) -> None:
         """Save the unchecked sizes: compared rows have shown that headers are right."""
-        positions = np.flatnonzero(self._is_unchecked)
+        positions = np.flatnonzero(self._state == _UNCHECKED)
         for start in range(0, len(positions), _NUM_OF_APPEND):
             self._cache.append(*self._records(positions[start : start + _NUM_OF_APPEND]))
-        self._is_unchecked[:] = False
+        self._state[positions] = _KNOWN
 
     def forget_unchecked(self) -> None:
         """Remove what `save_unchecked` has saved: by now it is believed, or it is wrong."""
@@ -177,15 +176,12 @@ class MeasuredSizes:
 
     def forget_headers(self) -> None:
         """Drop the sizes that were only read from image headers: their rows become unknown again."""
-        self._is_known &= self.sizes["proof"] != BY_HEADER
-        self._is_unchecked[:] = False
-        self._num_remembered = min(self._num_remembered, int(self._is_known.sum()))
-        self._parts = {position: parts for position, parts in self._parts.items() if self._is_known[position]}
+        self._state[self.sizes["proof"] == BY_HEADER] = _UNKNOWN
+        self._parts = {position: parts for position, parts in self._parts.items() if self._state[position]}
 
     def forget(self) -> None:
         """Drop all sizes that earlier starts saved, here and on disk."""
-        self._is_known[:] = self._is_unchecked[:] = False
-        self._num_remembered = 0
+        self._state[:] = _UNKNOWN
         self._parts.clear()
         self._faults.clear()
         self._cache.forget()

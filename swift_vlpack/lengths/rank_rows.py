@@ -11,8 +11,8 @@ the rows of the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,8 @@ class Measured:
     parts: tuple[Part, ...] = ()
     """Parts of a row that is cut, or its sequences."""
     is_saved: bool = True
-    """False if a later start could not find both the size and its parts in the cache."""
+    """False for a failure that may pass, so that the next start tries the row again, and for a size whose parts a later
+    start would not look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,9 @@ class Chunk:
     positions: Positions
     sizes: Sizes
     is_saved: NDArray[np.bool_]
-    """True for results that go to the cache. Failures that may pass do not, so that the next start retries the rows."""
-    faults: dict[int, Fault] = field(default_factory=dict)
+    faults: dict[int, Fault]
     """Why rows cannot be encoded, by index in the source."""
-    parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    parts: dict[int, tuple[Part, ...]]
     """Parts of the rows that are cut, by position."""
     kinds: tuple[tuple[str, ...], ...] | None = None
     """The kinds of each row that was measured; None if the rows were compared."""
@@ -98,25 +98,19 @@ class Chunk:
     """The difference in words: the last row of the chunk, and its size in both ways. None if all rows agree."""
 
     @classmethod
-    def empty(cls, positions: Positions) -> Chunk:
-        """Make a chunk to be filled by `put`."""
-        return cls(positions, np.zeros(len(positions), SIZE), np.ones(len(positions), dtype=bool))
-
-    def put(self, at: int, row: Measured, index: int) -> None:
-        """Store the result for the row at place `at` of this chunk, which has this index in the source."""
-        self.sizes[at] = row.size
-        if row.parts:
-            self.parts[int(self.positions[at])] = row.parts
-            self.is_saved[at] = row.is_saved
-        if row.error is not None:
-            self.faults[index] = row.error.fault
-            self.is_saved[at] = row.error.is_lasting
-
-    def up_to(self, at: int, difference: str) -> Chunk:
-        """Return the chunk up to place `at`: that row differs, so the rows after it were not compared."""
-        done = slice(at + 1)
-        return Chunk(
-            self.positions[done], self.sizes[done], self.is_saved[done], self.faults, self.parts, difference=difference
+    def of(cls, rows: RankRows, positions: Positions, measured: Sequence[Measured], **more: Any) -> Chunk:
+        """Collect the results of the first `len(measured)` of these rows."""
+        done, sizes = positions[: len(measured)], np.zeros(len(measured), SIZE)
+        for at, one in enumerate(measured):
+            sizes[at] = one.size
+        each = list(zip(done.tolist(), measured, strict=True))
+        return cls(
+            done,
+            sizes,
+            is_saved=np.array([one.is_saved for one in measured], dtype=bool),
+            faults={rows.index(position): one.error.fault for position, one in each if one.error is not None},
+            parts={position: one.parts for position, one in each if one.parts},
+            **more,
         )
 
 

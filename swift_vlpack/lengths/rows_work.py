@@ -133,16 +133,14 @@ class RowsWork:
 
     def _measured(self, positions: Positions) -> Chunk:
         """Measure rows by their headers, and encode in full those whose headers give no size."""
-        chunk, kinds = Chunk.empty(positions), []
-        by_header, in_full = self.encoders.by_header, self.encoders.in_full
+        measured, by_header = [], self.encoders.by_header
         rows = self._rows_with_urls(positions, whole=by_header is None)
-        for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
-            measured = None if by_header is None else self._encoded(by_header, row, position, BY_HEADER)
-            if measured is None or not self._is_final(measured.error):
-                measured = self._encoded(in_full, row, position, IN_FULL)
-            chunk.put(at, measured, self._rows.index(position))
-            kinds.append(measured.kinds)
-        return replace(chunk, kinds=tuple(kinds))
+        for position, row in zip(positions.tolist(), rows, strict=True):
+            one = None if by_header is None else self._encoded(by_header, row, position, BY_HEADER)
+            if one is None or not self._is_final(one.error):
+                one = self._encoded(self.encoders.in_full, row, position, IN_FULL)
+            measured.append(one)
+        return Chunk.of(self._rows, positions, measured, kinds=tuple(one.kinds for one in measured))
 
     def _is_final(self, error: SampleError | None) -> bool:
         """Tell whether a result from headers stands. Under `is_strict` no error stands: the full encoding raises it."""
@@ -150,35 +148,37 @@ class RowsWork:
 
     def _compared(self, positions: Positions) -> Chunk:
         """Encode rows both ways, up to the first row whose sizes differ."""
-        by_header, in_full = self.encoders.by_header, self.encoders.in_full
-        assert by_header is not None
-        chunk, rows = Chunk.empty(positions), self._rows_with_urls(positions, whole=True)
-        for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
-            full = self._encoded(in_full, row, position, IN_FULL)
-            quick = self._encoded(by_header, row, position, AGREED)
-            index = self._rows.index(position)
-            if quick.error is not None and not quick.error.is_lasting:
-                # A failure that may pass proves nothing about headers: use the full encoding.
-                quick = full
-            elif full.error is not None and quick.error is None and full.error.reason not in SEEN_IN_HEADERS:
-                # Broken pixels after a good header are no difference: the row is left out when its pack is loaded.
-                quick.size["proof"] = BY_HEADER
-            elif not are_equal(quick.size, full.size) or quick.parts != full.parts:
-                full.size["proof"] = DIFFERS
-                chunk.put(at, full, index)
-                by_headers = quick.error.detail if quick.error is not None else in_words(quick.size)
-                name = self._rows.sample_id(position)
-                return chunk.up_to(at, f"{name} has {in_words(full.size)}, from its header {by_headers}")
-            chunk.put(at, replace(quick, parts=full.parts or quick.parts), index)
-        return chunk
+        measured: list[Measured] = []
+        for position, row in zip(positions.tolist(), self._rows_with_urls(positions, whole=True), strict=True):
+            one, difference = self._both_ways(row, position)
+            measured.append(one)
+            if difference is not None:
+                return Chunk.of(self._rows, positions, measured, difference=difference)
+        return Chunk.of(self._rows, positions, measured)
+
+    def _both_ways(self, row: Row, position: int) -> tuple[Measured, str | None]:
+        """Return what to take for a row, and the difference in words if its sizes differ."""
+        assert self.encoders.by_header is not None
+        full = self._encoded(self.encoders.in_full, row, position, IN_FULL)
+        quick = self._encoded(self.encoders.by_header, row, position, AGREED)
+        if quick.error is not None and not quick.error.is_lasting:
+            return full, None  # a failure that may pass proves nothing about headers
+        if full.error is not None and quick.error is None and full.error.reason not in SEEN_IN_HEADERS:
+            # Broken pixels after a good header are no difference: the row is left out when its pack is loaded.
+            quick.size["proof"] = BY_HEADER
+        elif not are_equal(quick.size, full.size) or quick.parts != full.parts:
+            full.size["proof"] = DIFFERS
+            by_headers = quick.error.detail if quick.error is not None else in_words(quick.size)
+            name = self._rows.sample_id(position)
+            return full, f"{name} has {in_words(full.size)}, from its header {by_headers}"
+        return quick, None
 
     def _again(self, positions: Positions) -> Chunk:
         """Encode remembered rows in full, because some changes are in what headers pass by."""
-        chunk = Chunk.empty(positions)
-        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows.at(positions), strict=True)):
-            # With the proof of a comparison: a row that fails does not end the run here, even under `is_strict`.
-            chunk.put(at, self._encoded(self.encoders.in_full, row, position, AGREED), self._rows.index(position))
-        return chunk
+        rows = zip(positions.tolist(), self._rows.at(positions), strict=True)
+        # With the proof of a comparison: a row that fails does not end the run here, even under `is_strict`.
+        measured = [self._encoded(self.encoders.in_full, row, position, AGREED) for position, row in rows]
+        return Chunk.of(self._rows, positions, measured)
 
     def _rows_with_urls(self, positions: Positions, *, whole: bool) -> list[Row]:
         """Read rows, and fetch the images that they name by URL: whole files if `whole`, else only their headers."""
@@ -199,7 +199,7 @@ class RowsWork:
             encoded = encoder.sample(row, self._rows.sample_id(position), strict=is_strict, is_watched=True)
         except SampleError as error:
             size["reason"] = REASONS.index(error.reason)
-            return Measured(size, error)
+            return Measured(size, error, is_saved=error.is_lasting)
         for name, number in size_of(encoded)._asdict().items():
             size[name] = number
         size["aspect"] = contents_of(encoded).aspect

@@ -57,12 +57,6 @@ _LONGEST_SHOWN = 200  # characters
 _LONGEST_ERROR = 2000  # characters
 _DATA_URL = re.compile(r"data:(.+?);base64,(.+)", re.DOTALL)
 _IN_MEMORY = re.compile(r"<_io\.BytesIO object at 0x[0-9a-f]+>")
-_KINDS_OF_FILE = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class Fault(NamedTuple):
@@ -86,11 +80,10 @@ class NotAFile(OSError):
 
 def check_openable(row: Mapping[str, Any]) -> None:
     """Raise `NotAFile` if a row names a FIFO, a socket or a device. Call it before the row is encoded."""
-    for medium in media(row):
-        if medium.kind != "tag" and isinstance(medium.value, str) and (found := real_file(medium.value)) is not None:
-            mode = stat.S_IFMT(found.state.st_mode)
-            if mode not in (stat.S_IFREG, stat.S_IFDIR):
-                raise NotAFile(f"{found.path} is {_KINDS_OF_FILE.get(mode, 'no file')}, not a regular file")
+    names = (medium.value for medium in media(row) if medium.kind != "tag" and isinstance(medium.value, str))
+    for found in filter(None, map(real_file, names)):
+        if stat.S_IFMT(found.state.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            raise NotAFile(f"{found.path} is no regular file")
 
 
 def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
@@ -176,8 +169,7 @@ def _fault_of_file(medium: Medium) -> Fault | None:
     if (mode := stat.S_IFMT(found.state.st_mode)) == stat.S_IFDIR:
         return Fault(Reason.FILE_IS_FOLDER, f"{path} is a folder", (path,))
     if mode != stat.S_IFREG:
-        kind = _KINDS_OF_FILE.get(mode, "no file")
-        return Fault(Reason.FILE_UNREADABLE, f"{path} is {kind}; only regular files are opened", (path,))
+        return Fault(Reason.FILE_UNREADABLE, f"{path} is no regular file, and is not opened", (path,))
     return Fault(Reason.FILE_EMPTY, f"{path} is empty", (path,)) if found.state.st_size == 0 else None
 
 

@@ -55,7 +55,7 @@ def media(row: Mapping[str, Any]) -> Iterator[Medium]:
 
 def _media(place: str, kind: str, value: Any) -> Iterator[Medium]:
     value = content_of(value)
-    if isinstance(value, (list, tuple)) and value:
+    if isinstance(value, (list, tuple)):  # a loader gives an empty list to rows without media
         for at, inner in enumerate(value):
             yield from _media(f"{place}[{at}]", kind, inner)
     elif value is not None:

@@ -12,7 +12,7 @@ import importlib
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -39,11 +39,6 @@ class Place(NamedTuple):
 WORKER = Place("torch.utils.data._utils.worker", "_worker_info")
 """The variable in which torch stores the dataloader worker of a process. `get_worker_info` returns it, and no public
 function sets it. Streams that split themselves among workers (`datasets`, webdataset) read it."""
-VIDEO_READERS = {
-    "decord": Place("decord", "VideoReader", ("get_batch", "__getitem__")),
-    "torchcodec": Place("torchcodec.decoders", "VideoDecoder", ("get_frames_at",)),
-}
-"""The classes with which qwen_vl_utils reads a video; it imports them inside its functions, so a patch takes effect."""
 
 
 class SeamMoved(VLPackError):
@@ -164,10 +159,8 @@ def _readers() -> tuple[tuple[Place, type], ...]:
 
     A reader that changed in a new version is not replaced. Then measuring takes longer, but the lengths are as right.
     """
-    made = (("decord", _without_frames_by_decord), ("torchcodec", _without_frames_by_torchcodec))
     readers = []
-    for name, without in made:
-        place = VIDEO_READERS[name]
+    for place, without in VIDEO_READERS.items():
         try:
             module = found(place)
         except SeamMoved as error:
@@ -208,3 +201,11 @@ class _Batch:
     def asnumpy(self) -> torch.Tensor:
         """Return the tensor itself: numpy has no arrays without memory, and `torch.tensor` accepts it as well."""
         return self.data
+
+
+VIDEO_READERS: dict[Place, Callable[[Any], type]] = {
+    Place("decord", "VideoReader", ("get_batch", "__getitem__")): _without_frames_by_decord,
+    Place("torchcodec.decoders", "VideoDecoder", ("get_frames_at",)): _without_frames_by_torchcodec,
+}
+"""The classes with which qwen_vl_utils reads a video, each with the function that makes its replacement. qwen_vl_utils
+imports them inside its functions, so a patch takes effect."""

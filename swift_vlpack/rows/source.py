@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +41,7 @@ from swift_vlpack.words import counted
 Row = dict[str, Any]
 
 _NUM_ROWS_OF_READ = 128
-_NUM_FILES_REMEMBERED = 64  # files whose line numbers are kept in memory
+_NUM_FILES_REMEMBERED = 16  # files whose line numbers are kept in memory, 8 bytes a row
 COLUMN_OF_ORIGIN = "dataset"
 """The column in which ms-swift writes the path of a row's file."""
 
@@ -212,31 +211,18 @@ def _line(path: Path, row: int) -> int | None:
     if suffix == ".txt":  # a blank line is a row too
         return row + 1
     # The time is part of the key of the cache, so that a file that is edited during a run is read again.
-    blanks = _blank_lines(path, path.stat().st_mtime_ns)
-    return None if blanks is None else _after_blanks(blanks, row + (2 if suffix == ".csv" else 1))
-
-
-def _after_blanks(blanks: array[int], line: int) -> int:
-    """Return the line number of the `line`-th line that is not blank; `blanks` are the numbers of the blank lines.
-
-    >>> _after_blanks(array("q", [2, 3]), 2)
-    4
-    """
-    found, num_blanks = line, 0
-    # Each blank line before the line moves it down by one, and the new place may lie after further blank lines.
-    while (now := bisect_right(blanks, found)) != num_blanks:
-        found, num_blanks = line + now, now
-    return found
+    lines, at = _lines(path, path.stat().st_mtime_ns), row + (suffix == ".csv")
+    return lines[at] if at < len(lines) else None
 
 
 @lru_cache(_NUM_FILES_REMEMBERED)
-def _blank_lines(path: Path, changed: int) -> array[int] | None:
-    """Return the numbers of the blank lines; None for a `.csv` file with a line break inside of quotes."""
-    is_csv, blanks = path.suffix.lower() == ".csv", array("q")
+def _lines(path: Path, changed: int) -> array[int]:
+    """Return the numbers of the lines that are not blank; none of a `.csv` file with a line break inside of quotes."""
+    is_csv, numbers = path.suffix.lower() == ".csv", array("q")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if is_csv and line.count(b'"') % 2:
-                return None
-            if not line.strip(b"\r\n" if is_csv else None):
-                blanks.append(number)
-    return blanks
+                return array("q")
+            if line.strip(b"\r\n" if is_csv else None):
+                numbers.append(number)
+    return numbers

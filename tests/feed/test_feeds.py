@@ -185,43 +185,18 @@ def noting(make, made):
     return noted
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_next_epoch_is_made_while_one_trains_and_is_the_same(monkeypatch, is_kept):
-    """PLAN-14: also where the packs of all epochs would take too much memory to be kept."""
+def test_next_epoch_is_made_while_one_trains_and_is_the_same(monkeypatch):
+    """PLAN-14"""
     expected = [packs_of_epoch(planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3), n) for n in range(3)]
-    if not is_kept:
-        monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
     feed = planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
     made = []
-    name = "draw_epoch" if is_kept else "pack_epoch"
-    monkeypatch.setattr(epochs, name, noting(getattr(epochs, name), made))
+    monkeypatch.setattr(epochs, "pack_epoch", noting(epochs.pack_epoch, made))
     assert [packs_of_epoch(feed, epoch) for epoch in range(3)] == expected
     assert made == [(1, False), (2, False)], "each once, none by the trainer, and none beyond the last"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("resumed_in", [None, 0, 1, 2])
-def test_run_plans_each_epoch_once_resumed_or_not(monkeypatch, resumed_in, num_ranks):
-    """PLAN-15"""
-    run = planned_feed(fused(200, ratio=0.6), Template(), CONFIG, num_epochs=3, num_ranks=2)
-    if resumed_in:
-        run.begin(resumed_in)
-    saved = {**run.state(), "cuts": [[2, len(run), 8]]}
-    planned = []
-    monkeypatch.setattr(epochs, "pack_epoch", noting(epochs.pack_epoch, planned))
-    feed = planned_feed(fused(200, ratio=0.6), Template(), CONFIG, num_epochs=3, num_ranks=num_ranks)
-    if resumed_in is not None:
-        feed.restore(json.loads(json.dumps(saved)), None)
-    for epoch in range(resumed_in or 0, 3):
-        feed.begin(epoch)
-        feed.consumed(loaded(feed)[:1])
-        feed.plan_of(2 - epoch)  # as `vlpack inspect` asks
-    assert sorted(epoch for epoch, _ in planned) == [0, 1, 2]
-
-
 def test_resume_uses_the_epoch_that_is_at_hand(monkeypatch):
-    """PLAN-15: also where nothing is kept, a run of one epoch plans it once."""
-    monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
+    """PLAN-15: a run of one epoch plans it once."""
     planned = []
     monkeypatch.setattr(epochs, "pack_epoch", noting(epochs.pack_epoch, planned))
     feed = planned_feed(fused(200), Template(), CONFIG, num_ranks=2)
@@ -281,7 +256,6 @@ def test_error_of_the_thread_reaches_the_trainer(monkeypatch):
     def fails(recipe, epoch, name_of=None):
         raise MemoryError(f"epoch {epoch} is too much")
 
-    monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
     feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
     monkeypatch.setattr(epochs, "pack_epoch", fails)
     feed.consumed([None])
@@ -291,7 +265,6 @@ def test_error_of_the_thread_reaches_the_trainer(monkeypatch):
 
 def test_run_that_ends_does_not_wait_for_an_epoch_that_never_comes(monkeypatch):
     """PLAN-14"""
-    monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
     feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
     goes_on = threading.Event()
     monkeypatch.setattr(epochs, "pack_epoch", lambda *_: goes_on.wait(60))

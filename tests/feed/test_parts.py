@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig, PackingDataset
 from swift_vlpack.errors import DataError, PlanError
@@ -151,20 +150,6 @@ def test_plan_is_what_the_stream_makes_of_the_same_order():
     by_plan = [[str(key) for key in planned[number].record.sample_ids] for number in range(len(planned))]
     by_stream = [[str(key) for key in pack.record.sample_ids] for pack in buffered if len(pack)]
     assert by_plan == by_stream
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_plain_dataloader_brings_the_parts(num_workers):
-    """CUT-12: addresses of parts reach workers that live on through epochs."""
-    data = rows(30)
-    packs = PackingDataset(data, Template(), config(), num_epochs=2)
-    loader = DataLoader(
-        packs, batch_size=None, collate_fn=None, sampler=packs.sampler, num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-    )  # fmt: skip
-    for epoch in (0, 1):
-        packs.set_epoch(epoch)
-        check_conserved(data, told(list(loader))[0], left_out_by(packs.epoch_plan, packs.dataset))
 
 
 def test_planned_run_resumes_at_every_pack_on_other_ranks():

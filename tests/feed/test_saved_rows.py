@@ -30,7 +30,7 @@ def saved(made):
 
 
 def compared(then, now):
-    return changes(saved(then), now, row_digests(now))
+    return changes([saved(then)], [now], [row_digests(now)])
 
 
 def test_rows_go_through_a_file():
@@ -89,13 +89,7 @@ def test_other_rows_are_named():
     other.rows[17] = {**other.rows[17], **text_row("another")}
     assert str(compared(source(), other).texts).startswith("photos:17 (/data/photos.jsonl row 18, ")
     fewer = replace(source(), rows=source().rows[:-1], sizes=None)
-    assert (
-        "photos has 39 rows, but 40 were saved; they differ from row 40 of the saved run, which is missing, on"
-        in str(compared(source(), fewer).texts)
-    )
-    order = np.random.default_rng(0).permutation(39)
-    shuffled = replace(fewer, rows=[fewer.rows[at] for at in order], row_numbers=order)
-    assert "differ from row 40 of the saved run, which is missing, on" in str(compared(source(), shuffled).texts)
+    assert str(compared(source(), fewer).texts) == "photos has 39 rows, but 40 were saved"
     packed_as_they_come = replace(source(), sizes=None)
     assert compared(packed_as_they_come, packed_as_they_come) == saved_rows.Changes()
 
@@ -109,4 +103,4 @@ def test_only_some_rows_of_many_are_read(monkeypatch):
     assert len(set(read.tolist())) == 10
     other = source()
     other.rows[read[4]] = text_row("another")
-    assert f"photos:{read[4]} " in str(changes(facts, other, row_digests(other)).texts)
+    assert f"photos:{read[4]} " in str(changes([facts], [other], [row_digests(other)]).texts)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from swift_vlpack.feed import transport
 from swift_vlpack.feed.collate import batch_of
-from swift_vlpack.feed.transport import AsBytes, Buffers, Written, anonymous_file, num_bytes_of
+from swift_vlpack.feed.transport import AsBytes, Buffers, Written, anonymous_file
 from tests.marks import telling
 from tests.namespaces import why_no_namespace, with_shared_memory_of
 
@@ -110,12 +110,6 @@ def test_batches_that_the_trainer_keeps_are_not_written_again():
     assert kept[-1]["buffer"] == NUM
     for index, batch in enumerate(kept):
         check(index, batch)
-
-
-def test_a_single_tensor_or_a_piece_of_one_keeps_its_batch():
-    """RANKS-9"""
-    kept = [batch["pixel_values"][5:][:3] for batch in loader()]
-    assert [piece.tolist() for piece in kept] == [[float(index)] * 3 for index in range(NUM)]
 
 
 @pytest.fixture(scope="module")
@@ -328,11 +322,6 @@ def test_anonymous_memory_without_pythons_own_function(monkeypatch):
     os.ftruncate(number, 10)
     assert os.fstat(number).st_size == 10
     os.close(number)
-
-
-def test_bytes_of_a_batch_are_counted():
-    """RANKS-9"""
-    assert num_bytes_of({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int16)], "c": "text"}) == 16
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_one_wrong_number_of_one_row_is_named_by_file_and_line(column, rows, tmp
     file = write_jsonl(tmp_path / "rows.jsonl", rows * 8)
     found = checked(rows, planned(rows, row_9=wrong), origin=file, row_numbers=range(100, 115))
     assert found.check == "differing"
-    (line,) = map(str, found.differing)
+    (line,) = found.differing
     there = true.columns[RowSize._fields.index(column), 9]
     assert line == f"{file}:110: {column} {there} where {there + 1} were planned"
 

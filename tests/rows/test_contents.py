@@ -8,6 +8,7 @@ import torch
 
 from swift_vlpack.rows.contents import Contents, contents_of, count_contents, media_spans, num_images_of
 from swift_vlpack.rows.families import MediaTokens, patch_size_of
+from swift_vlpack.rows.media import media
 
 ONE, TWO = {"images": ["a.jpg"]}, {"images": ["a.jpg", "b.jpg"]}
 
@@ -80,6 +81,9 @@ def test_images_of_a_row_in_every_form(tmp_path):
     content = [{"type": "image", "image": "a.jpg"}, {"type": "image_url", "image_url": {"url": "http://x/b.jpg"}}]
     assert num_images_of({"messages": [{"role": "user", "content": content}]}) == 2
     assert num_images_of({"videos": ["a.mp4"], "audios": ["b.wav"]}) == 0
+    empty = {"images": [], "videos": [], "messages": [{"role": "user", "content": [{"type": "image", "image": []}]}]}
+    assert num_images_of(empty) == 0
+    assert [one.kind for one in media({**empty, "videos": ["a.mp4"]})] == ["video"]
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos", "images", "image_grid_hws", "input_features"])

@@ -74,8 +74,8 @@ def test_reader_that_changed_decodes_and_is_named(monkeypatch, caplog):
     assert found(Place("vlpack_not_there", "VideoReader")) is None
     with pytest.raises(SeamMoved, match=r"json\.JSONDecoder has no get_batch"):
         found(Place("json", "JSONDecoder", ("decode", "get_batch")))
-    monkeypatch.setitem(patches.VIDEO_READERS, "decord", Place("json", "JSONDecoder", ("get_batch",)))
-    monkeypatch.setitem(patches.VIDEO_READERS, "torchcodec", Place("vlpack_not_there", "VideoDecoder"))
+    places = Place("json", "JSONDecoder", ("get_batch",)), Place("vlpack_not_there", "VideoDecoder")
+    monkeypatch.setattr(patches, "VIDEO_READERS", dict.fromkeys(places))
     patches._readers.cache_clear()
     try:
         for _ in range(2):

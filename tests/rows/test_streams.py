@@ -7,10 +7,9 @@ import datasets
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from swift_vlpack.plan.shares import EVERYTHING, Share, share_of
-from swift_vlpack.rows.samples import SampleError
+from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.rows.streams import StreamedRows
-from tests.data_rows import image_row, text_row, write_jsonl
+from tests.data_rows import text_row, write_jsonl
 from tests.plain_template import PlainTemplate
 
 
@@ -117,14 +116,6 @@ def test_rows_before_the_start_are_read_past_but_for_those_wanted(template, monk
     samples = list(StreamedRows(texts(20), template).samples(0, Share(1, 2), start=6, held={2, 5}))
     assert [sample["sample_id"].row for sample in samples] == [5, 11, 13, 15, 17, 19]
     assert len(asked) == 6
-
-
-def test_row_that_cannot_be_encoded_is_said_so(template, tmp_path):
-    """DATA-7"""
-    rows = [text_row(), image_row([str(tmp_path / "gone.jpg")]), text_row()]
-    samples = list(StreamedRows(rows, template).samples(0, EVERYTHING))
-    assert isinstance(samples[1], SampleError)
-    assert [isinstance(sample, dict) for sample in samples] == [True, False, True]
 
 
 def test_stream_of_datasets_travels_to_a_spawned_worker(template, tmp_path):

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.errors import DataError
 from swift_vlpack.feed import reader
 from swift_vlpack.feed.dataset import PackingDataset
 from swift_vlpack.lengths.cache import LengthCache
@@ -92,14 +91,6 @@ def test_file_that_nobody_answers_for_is_left_out_and_tried_again(
     (tmp_path / "2.jpg").rename(tmp_path / "held.jpg")  # the lease is on the file, not on its name
     photo(tmp_path, "2", 62, 60)
     assert measured(rows, template, tmp_path / "lengths").failures == {}
-
-
-def test_strict_pass_stops_at_it(template, tmp_path, stuck, short_limit):
-    """LEN-19 LEN-11"""
-    rows = some_rows(tmp_path)
-    stuck(rows[2]["images"][0])
-    with pytest.raises(DataError, match=r"data:2: file_timeout: nothing was read for 1 seconds .*2\.jpg"):
-        measured(rows, template, tmp_path / "lengths", is_strict=True)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

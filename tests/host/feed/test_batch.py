@@ -77,14 +77,6 @@ def test_record_arrives_whoever_moves_the_batch(mover):
     assert moved.beside == {"channel": ["web"]}
 
 
-def test_record_arrives_through_all_of_them_in_turn():
-    """OWN-1"""
-    batch = batch_of({"input_ids": torch.arange(4)}, RECORD, {})
-    for move in MOVERS.values():
-        batch = move(batch)
-    assert batch.record == RECORD
-
-
 def by_accelerate(loader):
     return Accelerator().prepare(loader)  # made now: a trainer before this test resets what the class shares
 

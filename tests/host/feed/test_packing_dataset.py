@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
@@ -26,7 +25,6 @@ from swift_vlpack.runlog.counts import Counts
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.feeds import loader_over, planned_feed, streamed_feed
 from tests.images import BROKEN, GOOD, REASON_OF, make, photo
-from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
 FORMS = ("plan", "buffer")
@@ -289,22 +287,6 @@ def test_remainder_is_dropped_only_where_no_step_needs_it(template, num_ranks):
     assert num_cutting or num_ranks == 1
 
 
-def test_plan_is_a_function_of_seed_and_epoch(template):
-    """DATA-4 DATA-6"""
-    data = FusionCaptionDataset([RowSource(name="data", rows=texts(40))], template)
-    data.measure()
-
-    def order(epoch, **options):
-        dataset = PlannedPackingDataset(data, template, config(packing_buffer=64), num_epochs=3, **options)
-        dataset.set_epoch(epoch)
-        return [dataset.address(i).samples for i in range(len(dataset))]
-
-    assert order(0) == order(0)
-    assert order(1) == order(1)
-    assert order(0) != order(1)
-    assert order(0) != order(0, seed=1)
-
-
 def test_nothing_to_pack_is_an_error_that_says_so(template, tmp_path):
     """DATA-6 DATA-7"""
     missing = [image_row([str(tmp_path / f"{n}.jpg")]) for n in range(3)]
@@ -392,31 +374,7 @@ def test_more_failures_in_succession_than_allowed_stop_the_run(template, tmp_pat
         assert len(left_out(packs_of(dataset))) == pattern.count("x")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_strict_stops_at_the_first_failure_and_names_the_row(template, tmp_path, form):
-    """DATA-7"""
-    data = FusionCaptionDataset(
-        [RowSource(name="data", rows=some_missing(tmp_path, ".x."))], template, strict=True, shuffle=False
-    )
-    with pytest.raises(DataError, match=r"data:1: file_missing: no such file: "):
-        packs_of(packed(data, template, form))
-
-
 # -- true lengths -----------------------------------------------------------------------------------------------------
-
-
-def test_sample_that_grew_is_left_out_where_it_does_not_fit(template, caplog):
-    """DATA-8"""
-    rows = texts(3, 40)
-    num_tokens = len(template.encode(rows[0])["input_ids"])
-    sizes = LengthIndex.of([RowSize(num_tokens // 3)] * 3)
-    data = FusionCaptionDataset([RowSource(name="data", rows=rows, sizes=sizes)], template, shuffle=False)
-    with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
-        (pack,) = packs_of(packed(data, template, packing_length=2 * num_tokens, packing_strategy="greedy"))
-    assert [sample_id.row for sample_id in pack.record.sample_ids] == [0, 1]
-    [left] = pack.record.left_out
-    assert left[:2] == (SampleId("data", 2), "longer_than_planned")
-    assert f"data:2: left out: {num_tokens} tokens do not fit" in caplog.text
 
 
 def test_wrong_lengths_never_make_a_pack_too_long_and_lose_nothing_unsaid(template, rows):
@@ -575,15 +533,6 @@ def test_every_row_comes_exactly_once_an_epoch_with_any_number_of_workers(
     assert len({str(order) for order in orders}) == 3, "mixed and packed anew"
 
 
-def test_planned_packs_do_not_depend_on_the_workers(template, rows, loader_of):
-    """DATA-9"""
-    orders = [
-        [record.sample_ids for record in read_epoch(loader_of(planned_feed(rows, template, config()), num_workers), 0)]
-        for num_workers in (0, 2)
-    ]
-    assert orders[0] == orders[1]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_error_in_a_worker_reaches_the_training_process(template, tmp_path, loader_of, form, monkeypatch):
     """DATA-7 DATA-9"""
@@ -608,52 +557,6 @@ def test_pickled_packs_are_the_same_packs(template, rows, form):
     travelled = pickle.loads(pickle.dumps(packs[0]))
     assert travelled.record == packs[0].record
     assert [sample["input_ids"] for sample in travelled] == [sample["input_ids"] for sample in expected[0]]
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param("spawn", marks=pytest.mark.slow),
-        telling("forkserver"),
-    ],
-)
-def test_spawned_workers_deliver_the_same_packs(template, rows, loader_of, context):
-    """DATA-9 RANKS-1: a fresh interpreter, with the data and the template as pickle brings them."""
-    feed = planned_feed(rows[:12], template, config())
-    expected = [record.sample_ids for record in read_epoch(loader_of(feed, 0), 0)]
-    loader = loader_of(feed, 1, multiprocessing_context=context)
-    assert [record.sample_ids for record in read_epoch(loader, 0)] == expected
-
-
-def test_buffer_of_a_stream_is_shared_by_plain_dataloader_workers(template):
-    """DATA-5 DATA-9: rows without a length, in a trainer of one's own."""
-    dataset = PackingDataset(Rows(), template, config())
-    loader = DataLoader(dataset, batch_size=None, num_workers=2)
-    packs = list(loader)
-    assert sorted(ids(packs)) == [SampleId("stream", row) for row in range(20)]
-    assert max(map(len, packs)) > 1
-
-
-class Rows:
-    """A stream that can be read again."""
-
-    def __iter__(self):
-        return iter(texts(20))
-
-
-def test_epochs_are_equally_long_where_steps_are_given_instead(template, rows):
-    """DATA-6"""
-    data = FusionCaptionDataset([RowSource(name="rows", rows=rows, ratio=0.6)], template)
-    needs = PlannedPackingDataset(data, template, config(packing_strategy="greedy"), num_ranks=2)
-    num_wanted = 4 * len(needs)
-    packs = PlannedPackingDataset(data, template, config(packing_strategy="greedy"), num_ranks=2, num_packs=num_wanted)
-    assert packs.epoch == 0
-    lengths = []
-    while sum(lengths) < num_wanted:
-        packs.set_epoch(len(lengths))
-        lengths.append(len(packs))
-    assert len(set(lengths)) == 1
-    assert len(lengths) > 2
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -163,22 +163,6 @@ def test_state_is_small_json_without_a_sample(template):
         assert num_held <= 12 + 12
 
 
-def test_packs_that_were_fetched_but_not_trained_are_not_counted(template):
-    """STREAM-8: a dataloader is ahead of training; the state is that of the training."""
-    dataset = buffered(template, rows(40))
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=4)
-    progress, trained = ReaderProgress(2), []
-    for number, pack in enumerate(loader):
-        if number == 3:
-            break
-        trained.append(pack.record)
-        progress.trained(pack.record)
-    again = buffered(template, rows(40))
-    again.restore(ReaderProgress.of(progress.state()))
-    rest = records(again, 2)
-    assert everything([*trained, *rest]) == {SampleId("data", n): 1 for n in range(40)}
-
-
 @pytest.mark.parametrize(("num_ranks", "num_workers"), [(3, 0), (2, 2)])
 @pytest.mark.parametrize("form", ["sized", "stream"])
 def test_ranks_and_workers_read_every_row_once_an_epoch(template, form, num_ranks, num_workers):

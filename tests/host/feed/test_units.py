@@ -200,15 +200,6 @@ def test_rows_that_share_a_video_and_an_image_train_what_they_train_one_by_one(n
     assert_trained_as_alone(loaded(name), rows, packs)
 
 
-def test_trainer_of_ones_own_shares_without_a_line_more(loaded, tmp_path):
-    """SHARE-7: rows of a list."""
-    rows, _ = rows_about(tmp_path, 2, 4)
-    dataset = planned(rows, loaded("Qwen2.5-VL")[1], packing_length=1200)
-    packs = [dataset[number] for number in range(len(dataset))]
-    assert sum(SHARED in sample for pack in packs for sample in pack) == 6
-    assert_trained_as_alone(loaded("Qwen2.5-VL"), rows, packs)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_units_are_proved_over_families(name, loaded, tmp_path):
     """SHARE-60, SHARE-64: in a trainer of one's own, with branches in the pack that is measured and in sequences."""

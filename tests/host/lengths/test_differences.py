@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-from swift.template import Template
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels
@@ -15,7 +14,6 @@ from tests.host.lengths.support import (
     dataset,
     outcome,
     source,
-    texts,
     unchecked,
     variant,
     warnings_of,
@@ -64,71 +62,6 @@ def test_one_difference_sends_the_source_through_the_full_encoding(where, templa
     assert "from its header " in line
     assert line.count(" 1 image, ") == 2
     assert line.endswith(sizes.without_headers)
-
-
-@pytest.mark.parametrize(("true", "lie"), [((900, 700), (1000, 800)), ((1600, 40), (1700, 40)), ((30, 30), (90, 60))])
-def test_extremes_of_size_and_aspect_are_compared(true, lie, template, monkeypatch, tmp_path):
-    """LEN-3: one difference in 30 rows, of which none is drawn."""
-    plain = [(300 + 4 * n, 300) for n in range(29)]
-    rows = dataset([image_row([photo(tmp_path, f"{size}", *size)]) for size in [*plain[:9], true, *plain[9:]]])
-    real = headers._header_of
-
-    def lying(image, load_images):
-        found = real(image, load_images)
-        return HeaderImage(lie) if found.size == true else found
-
-    said = warnings_of(monkeypatch)
-    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
-    monkeypatch.setattr(headers, "_header_of", lying)
-    sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
-    assert "rows:9 has " in said[0]
-    assert sizes.lengths[9] == outcome(template, rows[9]).length
-
-
-@pytest.mark.usefixtures("never_again")
-def test_what_was_compared_is_not_compared_again_and_what_is_new_is(template, tmp_path, monkeypatch):
-    """LEN-4 LEN-6: counted are the full encodings."""
-    full, encode = [], Template.encode
-
-    def noted(self, row, **options):
-        if not isinstance(row, headers._Row):
-            full.append(row["messages"][0]["content"])
-        return encode(self, row, **options)
-
-    def compared(rows):
-        full.clear()
-        with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path))
-        return list(full)
-
-    monkeypatch.setattr(Template, "encode", noted)
-    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 8)
-    first = compared(texts(40))
-    assert 8 <= len(first) <= 8 + 12
-    assert len(set(first)) == len(first)
-    assert compared(texts(40)) == []
-    assert set(compared(texts(43))) >= {"row 40", "row 41", "row 42"}
-    assert compared(texts(43)) == []
-
-
-def test_source_that_fell_back_stays_correct_with_new_rows(template, tmp_path, monkeypatch):
-    """LEN-5: the lie shows in one row only, which is not compared again."""
-    liar, other = photo(tmp_path, "liar", 500, 400), photo(tmp_path, "other", 480, 400)
-    real = headers._header_of
-
-    def lying(image, load_images):
-        found = real(image, load_images)
-        return HeaderImage((64, 64)) if found.size in ((500, 400), (480, 400)) else found
-
-    monkeypatch.setattr(headers, "_header_of", lying)
-    rows = [*texts(5), image_row([liar])]
-    with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path))
-    said = warnings_of(monkeypatch)
-    unchecked(monkeypatch)
-    rows += [image_row([other])]
-    sizes = with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path)).sizes
-    assert sizes.lengths.tolist() == [outcome(template, row).length for row in rows]
-    assert "an earlier start found that they differ" in said[0]
-    assert said[0].endswith(sizes.without_headers)
 
 
 def test_row_whose_header_says_nothing_is_encoded_in_full(template, tmp_path, monkeypatch):

@@ -65,9 +65,9 @@ FAULTS = {
     "text.jpg": ("image_unreadable", "UnidentifiedImageError: cannot identify image file {}"),
     "cut.jpg": ("image_unreadable", "OSError: image file is truncated"),
     "bomb.png": ("image_too_large", "DecompressionBombError: Image size (2500000000 pixels) exceeds limit"),
-    "fifo.jpg": ("file_unreadable", "{} is a FIFO; only regular files are opened"),
-    "socket.jpg": ("file_unreadable", "{} is a socket; only regular files are opened"),
-    "zero.jpg": ("file_unreadable", "is a device; only regular files are opened"),
+    "fifo.jpg": ("file_unreadable", "{} is no regular file, and is not opened"),
+    "socket.jpg": ("file_unreadable", "{} is no regular file, and is not opened"),
+    "zero.jpg": ("file_unreadable", "is no regular file, and is not opened"),
 }
 OF_CONTENT = ("text.jpg", "cut.jpg", "bomb.png")
 

@@ -15,7 +15,7 @@ from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row
-from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of, with_lengths
+from tests.host.lengths.support import ARGS, outcome, unchecked, with_lengths
 from tests.images import noise, photo
 
 FAMILY = "qwen2_5_vl"
@@ -207,14 +207,3 @@ def test_loading_that_a_plugin_put_in_place_of_ms_swifts_is_the_one_that_counts(
     row = image_row([turned(tmp_path, "turned.jpg")])
     quick = pixel_free(template).encode(row, return_length=True)
     assert quick["image_grid_thw"].tolist() == template.encode(row, return_length=True)["image_grid_thw"].tolist()
-
-
-def test_template_that_cuts_images_falls_back_and_says_so(template, tmp_path, monkeypatch):
-    """LEN-3"""
-    rows = rows_with_few_others(tmp_path, 8)
-    said = warnings_of(monkeypatch)
-    own = of_class(template, _preprocess_inputs=_cut_border)
-    sizes = with_lengths(RowSource(name="rows", rows=rows), own, ARGS, str(tmp_path / "cache")).sizes
-    assert sizes.lengths.tolist() == [outcome(own, row).length for row in rows]
-    assert "every row is encoded" in said[0]
-    assert "asked for 'crop'" in said[0]

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-from datasets import Dataset
 from swift.dataset import load_dataset
 
 from swift_vlpack.lengths.context import dependencies_of, digest_of, own_files
@@ -200,29 +199,6 @@ def test_tools_in_another_order_are_other_tokens(template, tmp_path):
 
 def size_of_cache(folder):
     return sum(path.stat().st_size for path in folder.glob("*.lengths"))
-
-
-def test_relative_paths_below_another_folder_are_other_files(template, tmp_path, monkeypatch):
-    """LEN-7: with equal names, sizes and times."""
-    rows = Dataset.from_list([image_row(["a.jpg"])])
-    for name, width in (("one", 300), ("two", 600)):
-        (tmp_path / name).mkdir()
-        photo(tmp_path / name, "a", width, 200)
-    num_bytes = max((tmp_path / name / "a.jpg").stat().st_size for name in ("one", "two"))
-    for name in ("one", "two"):
-        path = tmp_path / name / "a.jpg"
-        path.write_bytes(path.read_bytes().ljust(num_bytes, b"\0"))
-        os.utime(path, (1, 1))
-    found = []
-    for name in ("one", "two"):
-        monkeypatch.chdir(tmp_path / name)
-        found.append(lengths_of(rows, template, tmp_path / "cache"))
-        assert found[-1] == [template.encode(rows[0], return_length=True)["length"]]
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("ROOT_IMAGE_DIR", str(tmp_path / name))
-        assert lengths_of(rows, template, tmp_path / "cache") == found[-1]
-        monkeypatch.delenv("ROOT_IMAGE_DIR")
-    assert found[1][0] > found[0][0]
 
 
 def test_file_urls_are_the_paths_that_they_name(template, tmp_path):

@@ -1,10 +1,8 @@
 """Sizes are remembered, and measured again when something changed that they depend on."""
 
-import logging
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.data_rows import image_row, text_row
@@ -16,7 +14,6 @@ from tests.host.lengths.support import (
     odd_rows,
     outcome,
     source,
-    texts,
     variant,
     with_lengths,
 )
@@ -24,21 +21,6 @@ from tests.images import noise, photo
 from tests.marks import telling
 
 pytestmark = pytest.mark.usefixtures("never_again")
-
-
-def test_appended_rows_alone_are_computed_and_an_order_is_no_matter(template, tmp_path, encoded):
-    """LEN-6"""
-    rows = texts(30)
-    first = with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path)).sizes
-    encoded.clear()
-    again = with_lengths(source(dataset(rows[::-1])), template, ARGS, str(tmp_path)).sizes
-    assert encoded == []
-    assert again.lengths.tolist() == first.lengths.tolist()[::-1]
-    more = with_lengths(
-        source(dataset(rows[:10] + texts(3, first=90) + rows[10:])), template, ARGS, str(tmp_path)
-    ).sizes
-    assert set(encoded) == {"row 90", "row 91", "row 92"}
-    assert np.delete(more.lengths, [10, 11, 12]).tolist() == first.lengths.tolist()
 
 
 def test_encoding_rows_does_not_change_what_they_are_remembered_under(tiny, tmp_path):
@@ -104,13 +86,3 @@ def test_what_changes_lengths_computes_them_again(change, tiny, tmp_path, monkey
         full = template if not options else variant(tiny, FAMILY, default_system=options.get("system"),
                                                     max_pixels=options.get("max_pixels"))  # fmt: skip
         assert sizes.lengths[0] == outcome(full, rows[0]).length
-
-
-def test_cache_that_cannot_be_written_costs_a_warning(template, tmp_path, caplog):
-    """LEN-9"""
-    (tmp_path / "file").write_text("in the way of a folder")
-    with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
-        sizes = with_lengths(source(dataset(texts(4))), template, ARGS, str(tmp_path / "file" / "cache")).sizes
-    assert (sizes.lengths > 0).all()
-    (line,) = [record.message for record in caplog.records if "cannot be used" in record.message]
-    assert "Set packing_cache_dir to another folder" in line

@@ -62,27 +62,14 @@ def plugin(number, before="", inside=""):
     "text",
     [
         plugin('os.environ["MY_WORDS"]'),
-        plugin('os.environ.get("MY_WORDS")'),
-        plugin('os.getenv("MY_WORDS")'),
         plugin('get_env_args("my_words", int, 1)'),
         plugin('settings["MY_WORDS"]'),
         plugin("os.environ[NAME]"),
-        plugin('os.environ.setdefault("MY_WORDS", "1")'),
         plugin('os.environ["MY_" + "words".upper()]'),
-        plugin("look(NAME)"),
-        plugin('os.environb[b"MY_WORDS"]'),
         plugin('20 if "MY_20_WORDS" in os.environ else 1'),
-        plugin('{**{"MY_WORDS": 1}, **{name: os.environ[name] for name in [NAME]}}["MY_WORDS"]'),
-        plugin("words", before="words = os.environ[NAME]"),
-        plugin("Words.number", before="class Words:\n    number = os.environ[NAME]"),
-        plugin("words()", before="def words(number=os.environ[NAME]):\n    return number"),
-        plugin("words()", before="words = functools.partial(lambda: os.environ[NAME])"),
         plugin("words()", before="words = (lambda number: lambda: number)(os.environ[NAME])"),
     ],
-    ids=[
-        *("item", "get", "getenv", "get_env_args", "alias", "constant", "setdefault", "computed", "function", "bytes"),
-        *("in", "loop", "global", "class", "default", "partial", "closure"),
-    ],
+    ids=["item", "get_env_args", "alias", "constant", "computed", "in", "closure"],
 )
 def test_variable_that_is_read_in_any_way_is_in_the_key(text, starts, monkeypatch):
     """LEN-21: while rows are encoded, or when the plugin is imported: its name stands in quotes."""
@@ -107,19 +94,11 @@ HELPER = "WORDS = {words}\n\ndef words():\n    return len(WORDS.split())\n"
     "text",
     [
         plugin("words()", before='words = importlib.import_module("my_words").words'),
-        plugin("my.words()", before='my = importlib.import_module("my_" + "words")'),
-        plugin("len(my.WORDS.split())", before='my = importlib.import_module("my_" + "words")'),
         plugin('importlib.import_module("my_" + "words").words()'),
-        plugin("words()", before='exec(Path(__file__).with_name("my_words.py").read_text())'),
-        plugin("words()", before='exec(Path(__file__).with_name("my_words" + ".py").read_text())'),
         plugin("len(WORDS.split())", before='exec(Path(__file__).with_name("my_words" + ".py").read_text())'),
-        plugin("words()", inside='exec(Path(__file__).with_name("my_words.py").read_text(), globals())'),
         plugin("my['words']()", before='my = runpy.run_path(str(Path(__file__).with_name("my_words" + ".py")))'),
     ],
-    ids=[
-        *("by name", "computed", "a value of it", "late", "executed", "executed, computed", "a value of that"),
-        *("executed late", "run"),
-    ],
+    ids=["by name", "late, computed", "a value of it, executed", "run"],
 )
 def test_helper_that_is_loaded_by_name_is_in_the_key(text, starts, tmp_path):
     """LEN-18: it lies beside the plugin."""
@@ -134,32 +113,6 @@ def test_helper_that_is_loaded_by_name_is_in_the_key(text, starts, tmp_path):
     assert [num_measured for _, num_measured in found[2:]] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("before", "inside"),
-    [("", "words = dict(os.environ).get(NAME, 1)"), ("ALL = dict(os.environ)", "words = ALL.get(NAME, 1)")],
-    ids=["inside", "at import"],
-)
-def test_variable_out_of_a_copy_of_the_environment_is_in_the_key(before, inside, starts, monkeypatch):
-    """LEN-21"""
-    for number in ("1", "20"):
-        monkeypatch.setenv("MY_WORDS", number)
-        lengths, encoded = starts.lengths(plugin("words", before, inside))
-        assert lengths == encoded
-        assert starts.measured > 0
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_variable_that_few_rows_read_is_in_the_key(num_processes, starts, monkeypatch):
-    """LEN-21: by its name in the plugin, and not by what rows do."""
-    text = plugin("words", inside='words = os.environ[NAME] if "row 77" in inputs.messages[0]["content"] else 1')
-    for number in ("1", "20", "20"):
-        monkeypatch.setenv("MY_WORDS", number)
-        lengths, encoded = starts.lengths(text, texts(100), num_processes)
-        assert lengths == encoded
-    starts.lengths(text, texts(100))
-    assert starts.measured == 0
-
-
 @pytest.mark.parametrize("name", ["LANG", "ROLE_PROMPT", "MASTER_PROMPT", "HF_TEXT_COLUMN"])
 def test_variables_that_sound_like_those_of_the_machine_are_in_the_key_where_a_plugin_names_them(
     name, starts, monkeypatch
@@ -170,11 +123,3 @@ def test_variables_that_sound_like_those_of_the_machine_are_in_the_key_where_a_p
         lengths, encoded = starts.lengths(plugin(f'int(os.environ.get("{name}") or 1)'))
         assert lengths == encoded
     assert starts.measured > 0
-
-
-def test_launchers_variables_are_not_in_the_key(starts, monkeypatch):
-    """LEN-21: a template may ask for its rank, as to log on one only."""
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        starts.lengths(plugin('1 if os.environ.get("LOCAL_RANK") else 1'))
-    assert starts.measured == 0

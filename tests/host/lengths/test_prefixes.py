@@ -29,7 +29,6 @@ from swift_vlpack.rows.samples import Address
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.urls import Urls
 from tests.data_rows import image_row, text_row
-from tests.families import load_template
 from tests.family_models import FAMILIES, own_ids
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source
 from tests.images import photo
@@ -138,13 +137,6 @@ def test_rows_that_share_some_of_their_media_stay_alone(template, tmp_path):
     assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.OTHER_MEDIA, 4)]
 
 
-def test_source_of_which_no_row_shares_says_so(template, tmp_path, caplog):
-    """SHARE-42"""
-    with caplog.at_level("INFO", pass_of_prefixes.logger.name):
-        shared(template, [source([image_row([photo(tmp_path, "a")]), text_row()])], tmp_path / "cache")
-    assert "source rows: packing_share=media does nothing for it: no rows share a prefix" in caplog.text
-
-
 def drawing(template):
     own = copy.copy(template)
     load = template._load_image
@@ -251,14 +243,6 @@ def test_processes_find_what_one_process_finds(template, tmp_path, monkeypatch):
     )
     assert found.prefixes.key.tolist() == alone.prefixes.key.tolist()
     assert found.prefixes.length.tolist() == alone.prefixes.length.tolist()
-
-
-def test_family_that_is_not_known_to_divide_says_so(tmp_path, tmp_path_factory):
-    """SHARE-42"""
-    template = load_template(tmp_path_factory.mktemp("model"), "llava1_5_hf")
-    (found,) = shared(template, [source(questions([photo(tmp_path, "a")]))], tmp_path / "cache")
-    assert found.prefixes.num_sharing == 0
-    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.CANNOT, 3)]
 
 
 # -- branches without pixels -------------------------------------------------------------------------------------------

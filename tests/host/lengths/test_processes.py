@@ -19,22 +19,6 @@ from tests.host.lengths.support import ARGS, caches_of, dataset, source, texts, 
 from tests.images import photo
 
 
-def test_several_processes_give_what_one_gives(template, images, tmp_path, monkeypatch):
-    """LEN-6"""
-    rows = dataset([*texts(300), *[image_row([path]) for path in images.values()]])
-    caches = caches_of(monkeypatch)
-    one, two = (
-        with_lengths(
-            source(rows), template, SimpleNamespace(dataset_num_proc=number, strict=False), str(tmp_path / str(number))
-        ).sizes
-        for number in (1, 2)
-    )
-    assert one.columns.tolist() == two.columns.tolist()
-    assert one.failures == two.failures
-    known = [int(cache.load().of(cache.keys(rows))[0].sum()) for cache in caches]
-    assert known[0] == known[1] > 300
-
-
 def _slow_pass(template, rows, folder):
     """In a session of its own, so that whoever it leaves behind can be found."""
     os.setsid()

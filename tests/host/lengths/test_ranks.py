@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from swift.dataset import load_dataset
-from swift.template import Template
 
-from swift_vlpack.errors import DataError
 from swift_vlpack.feed.saved_rows import Changes, RunRows, from_bytes
-from swift_vlpack.host.ranks import RankFailed, RanksOfRun
+from swift_vlpack.host.ranks import RanksOfRun
 from swift_vlpack.host.same_on_ranks import RanksDiffer
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, dataset, source, texts, unchecked, with_lengths
+from tests.host.lengths.support import ARGS, dataset, source, texts, with_lengths
 from tests.images import photo
 
 
@@ -59,25 +57,6 @@ def _rank(case, template, meeting, rank, answers):
     answers.put((rank, answer))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def test_ranks_divide_the_rows_and_all_know_every_size(template, tmp_path, monkeypatch):
-    """LEN-12"""
-    rows = dataset([*texts(40), image_row([str(tmp_path / "gone.jpg")], "gone")])
-    alone = with_lengths(source(rows), template, ARGS, str(tmp_path / "one")).sizes
-    unchecked(monkeypatch)
-
-    def case(rank, template):
-        calls, encode = [], Template.encode
-        Template.encode = lambda self, row, **kw: calls.append(row["messages"][0]["content"]) or encode(self, row, **kw)
-        sizes = with_lengths(source(rows), template, ARGS, str(tmp_path / "two")).sizes
-        return sizes.columns.tolist(), sizes.failures, set(calls)
-
-    first, second = on_two_ranks(case, template, tmp_path)
-    assert first[:2] == second[:2] == (alone.columns.tolist(), alone.failures)
-    assert first[2] & second[2] == set()
-    assert len(first[2]) == 21
-    assert len(second[2]) == 20
 
 
 def test_ranks_with_different_rows_stop(template, tmp_path):
@@ -167,14 +146,3 @@ def test_ranks_of_other_machines_and_users_agree(template, tmp_path):
     first, second = on_two_ranks(case, template, tmp_path)
     right = [template.encode(row, return_length=True)["length"] for row in rows]
     assert first == second == [(right, 0), (right, 20)]
-
-
-def test_error_on_one_rank_stops_both(template, tmp_path):
-    """LEN-12: the row belongs to rank 1."""
-    rows = dataset([*texts(5), image_row([str(tmp_path / "gone.jpg")])])
-    strict = SimpleNamespace(dataset_num_proc=1, strict=True)
-    answers = on_two_ranks(
-        lambda rank, template: with_lengths(source(rows), template, strict, str(tmp_path)), template, tmp_path
-    )
-    assert [kind for kind, _ in answers] == [RankFailed.__name__, DataError.__name__]
-    assert all("rows:5: file_missing: " in message for _, message in answers)

@@ -4,14 +4,11 @@ import os
 import sys
 
 import pytest
-from swift.template import Template
 
-from swift_vlpack.host import headers, length_pass
+from swift_vlpack.host import length_pass
 from swift_vlpack.rows.encoder import RowEncoder
-from tests.data_rows import image_row
-from tests.host.lengths.support import ARGS, caches_of, dataset, source, texts, warnings_of, with_lengths
+from tests.host.lengths.support import ARGS, source, texts, warnings_of
 from tests.host.lengths.test_observed import Starts, plugin
-from tests.images import photo
 
 
 @pytest.fixture
@@ -150,30 +147,3 @@ def test_plugin_that_patches_the_call_of_the_tokenizer(first, starts, template, 
         assert starts.measured == 50
     assert any("remembered lengths are wrong" in line for line in said)
     assert "every row is encoded" in said[-1]
-
-
-def test_change_that_only_media_rows_show_in_data_of_texts(starts, tmp_path):
-    """LEN-24: 95 % of the rows are texts."""
-    text = plugin("words", inside=f"words = {FROM_FILE} if inputs.images else 1")
-    path = photo(tmp_path, "photo", 60, 40)
-    rows = dataset([*texts(190), *(image_row([path], f"picture {n}") for n in range(10))])
-    for words in ("1", "20"):
-        (tmp_path / "prompt.txt").write_text(words)
-        lengths, encoded = starts.lengths(text, rows)
-        assert lengths == encoded
-        assert starts.measured == 200
-
-
-def test_few_rows_are_looked_at_again_and_one_with_its_pixels(template, tmp_path, monkeypatch):
-    """LEN-24: nothing else is encoded, and what is equal is not saved again."""
-    large, small = photo(tmp_path, "large", 900, 700), photo(tmp_path, "small", 60, 40)
-    rows = dataset([*texts(40), *(image_row([path], f"{n}") for n in range(20) for path in (large, small))])
-    with_lengths(source(rows), template, ARGS, str(tmp_path / "cache"))
-    seen, encode = [], Template.encode
-    monkeypatch.setattr(Template, "encode", lambda self, row, **kw: seen.append(row) or encode(self, row, **kw))
-    caches = caches_of(monkeypatch)
-    assert with_lengths(source(rows), template, ARGS, str(tmp_path / "cache")).sizes.num_remembered == 80
-    assert 7 <= len(seen) <= 9
-    decoded = [row["images"] for row in seen if row["images"] and not isinstance(row, headers._Row)]
-    assert decoded == [[small]]
-    assert len(caches[0].load()) == 80

@@ -13,7 +13,7 @@ from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage
 from swift_vlpack.lengths import measure
 from swift_vlpack.rows.source import RowSource
-from tests.data_rows import image_row, text_row
+from tests.data_rows import image_row
 from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of, with_lengths
 from tests.images import noise, photo
 from tests.marks import quick_only
@@ -94,15 +94,6 @@ def _form_of(path):
 
     with Image.open(path) as opened:
         return opened.size, opened.format, opened.mode
-
-
-def test_rows_of_columns_of_their_own_are_a_kind(template, full, tmp_path):
-    """LEN-3: a template may treat them in another way."""
-    plain = photos(tmp_path, 300)
-    other = {**plain[0], "tools": json.dumps([{"type": "function", "function": {"name": "look", "parameters": {}}}])}
-    other["messages"] = text_row("<image>with tools")["messages"]
-    with_lengths(RowSource(name="rows", rows=[*plain, other]), template, ARGS, str(tmp_path / "cache"))
-    assert "<image>with tools" in [question for question, _ in full()]
 
 
 def test_a_broken_image_proves_nothing(template, full, tmp_path):

@@ -1,6 +1,5 @@
 """Rows whose images are behind URLs."""
 
-import logging
 from collections import Counter
 from types import SimpleNamespace
 
@@ -81,17 +80,6 @@ def test_dead_links_cost_a_few_requests_a_host(template, web, asked, tmp_path, m
         assert max(asked.values()) == 1
         assert "90 rows left out, because an image behind a URL could not be fetched" in said[-1]
         assert "SWIFT_TIMEOUT" in said[-1]
-
-
-def test_details_name_the_url_and_what_happened(template, web, asked, tmp_path, caplog):
-    """LEN-20 LEN-11"""
-    rows = [image_row([web.url("gone.jpg")]), image_row([web.give("page.jpg", b"<html>no image</html>")])]
-    with caplog.at_level(logging.WARNING):
-        sizes = sizes_of(rows, template, tmp_path)
-    assert sizes.failures == {0: "url_unreachable", 1: "image_unreadable"}
-    (line,) = [record.message for record in caplog.records if record.message.startswith("rows:0: ")]
-    assert web.url("gone.jpg") in line
-    assert "404" in line
 
 
 def test_each_process_leaves_a_dead_host_alone(template, web, tmp_path, monkeypatch):

@@ -71,12 +71,3 @@ def test_videos_of_a_source_are_measured_and_checked_both_ways(tiny, paths, tmp_
     monkeypatch.setattr(patches.torch, "empty", lambda shape, **options: empty((shape[0], 64, 64, 3), **options))
     assert with_lengths(source, template, args, str(tmp_path / "two")).sizes.lengths.tolist() == right
     assert "every row is encoded" in said[0]
-
-
-def test_video_that_cannot_be_read_is_one_counted_reason(tiny, tmp_path):
-    """LEN-2 DATA-7"""
-    (tmp_path / "broken.mp4").write_bytes(b"no video")
-    rows = [text_row(), video_row(str(tmp_path / "broken.mp4")), video_row(str(tmp_path / "missing.mp4"))]
-    args = SimpleNamespace(dataset_num_proc=1, strict=False)
-    sizes = with_lengths(RowSource(name="clips", rows=rows), tiny("qwen2_5_vl").template, args, str(tmp_path)).sizes
-    assert sizes.failures == {1: "video_unreadable", 2: "file_missing"}

@@ -1,6 +1,5 @@
 import copy
 import pickle
-from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.feed.planned import recipe_of
 from swift_vlpack.plan.epoch import plan_epoch
-from swift_vlpack.plan.shares import Share
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -81,18 +79,6 @@ def test_sample_is_what_the_template_encodes_plus_length_source_and_id(template,
     assert size_of(sample).images == num_images
 
 
-def test_row_is_encoded_when_it_is_asked_for_and_not_before(template, monkeypatch):
-    """DATA-1"""
-    asked, encode = [], template.encode
-    monkeypatch.setattr(template, "encode", lambda row, **kw: asked.append(row) or encode(row, **kw))
-    rows = texts(6)
-    dataset = fused(template, source(rows=rows))
-    dataset.set_epoch(1)
-    assert (len(dataset), asked) == (6, [])
-    sample = dataset[3]
-    assert asked == [rows[sample["sample_id"].row]]
-
-
 def test_encoding_leaves_the_row_as_it_was(template, pictures):
     """DATA-1 DATA-3"""
     rows = [image_row(pictures)]
@@ -122,23 +108,6 @@ def test_row_that_cannot_be_encoded_is_named_with_a_reason(template, tmp_path):
     assert (str(travelled), travelled.reason) == (str(caught.value), "file_missing")
 
 
-def test_missing_file_has_its_own_reason_whatever_its_name(template, tmp_path):
-    """DATA-7: ms-swift takes one path in four for base64 and says that it cannot identify the image."""
-    causes = set()
-    for number in range(4):
-        row = image_row([str(tmp_path / f"{'m' * number}.jpg")])
-        with pytest.raises(SampleError) as caught:
-            RowEncoder(template).sample(row, SampleId("data", 0))
-        causes.add(type(caught.value.__cause__).__name__)
-        assert caught.value.reason == "file_missing"
-    assert causes == {"FileNotFoundError", "UnidentifiedImageError"}
-    there = tmp_path / "there.jpg"
-    there.write_text("no image")
-    with pytest.raises(SampleError) as caught:
-        RowEncoder(template).sample(image_row([str(there)]), SampleId("data", 0))
-    assert caught.value.reason == "image_unreadable"
-
-
 def test_strict_raises_the_error_with_the_row_and_the_cause(template, tmp_path):
     """DATA-7"""
     rows = [text_row(), image_row([str(tmp_path / "missing.jpg")])]
@@ -159,17 +128,6 @@ def test_template_that_makes_several_samples_of_a_row_is_refused(template):
         RowEncoder(splitting).sample(text_row(answer="word " * 60), SampleId("captions", 3))
 
 
-def test_shares_of_an_epoch_are_disjoint_and_whole(template):
-    """DATA-9"""
-    sized, stream = fused(template, source(rows=texts(11))), StreamedRows(texts(11), template, name="data")
-    for dataset in (sized, stream):
-        shares = [[sample["sample_id"] for sample in dataset.samples(0, Share(n, 3))] for n in range(3)]
-        assert sorted(map(len, shares)) == [3, 4, 4]
-        assert sorted(sample_id for share in shares for sample_id in share) == [
-            SampleId("data", row) for row in range(11)
-        ]
-
-
 def test_measured_sizes_are_those_of_the_encoded_rows(template, pictures, tmp_path):
     """DATA-6 DATA-7: a row that cannot be encoded measures 0 and keeps its reason."""
     rows = [text_row(), image_row(pictures), image_row([str(tmp_path / "missing.jpg")])]
@@ -188,16 +146,6 @@ def test_measured_sizes_are_those_of_the_encoded_rows(template, pictures, tmp_pa
 
 
 # -- the mix ----------------------------------------------------------------------------------------------------------
-
-
-def test_ratio_is_the_share_of_the_rows_that_an_epoch_gets(template):
-    """DATA-3"""
-    dataset = fused(template, source("half", ratio=0.5), source("twice", ratio=2), source("whole"))
-    for epoch in range(3):
-        dataset.set_epoch(epoch)
-        assert Counter(sample_id.source for sample_id in ids(dataset)) == {"half": 5, "twice": 20, "whole": 10}
-        assert max(Counter(rows_of(dataset, "half")).values()) == 1
-        assert set(Counter(rows_of(dataset, "twice")).values()) == {2}
 
 
 def test_sample_limit_keeps_the_same_rows_in_all_epochs(template):
@@ -271,13 +219,6 @@ def test_seed_of_a_source_moves_its_draws_and_no_others(template):
     assert drawn(seed=3) == before, "the run's seed is the default"
 
 
-def test_name_decides_the_draws_and_must_be_unique(template):
-    """DATA-3"""
-    assert rows_of(fused(template, source("a")), "a") != rows_of(fused(template, source("b")), "b")
-    with pytest.raises(DataError, match="two sources are named 'a'"):
-        fused(template, source("a"), source("a"))
-
-
 def test_source_that_contradicts_itself_is_refused():
     """DATA-3 DATA-6"""
     with pytest.raises(ConfigError, match="'data': sample_limit must be at least 1, got 0"):
@@ -286,29 +227,6 @@ def test_source_that_contradicts_itself_is_refused():
         source(sizes=LengthIndex.of([RowSize(5)]))
     with pytest.raises(DataError, match="no source"):
         FusionCaptionDataset([], None)
-
-
-def test_set_epoch_mixes_anew_and_back_again(template):
-    """DATA-4"""
-    dataset = fused(template, source("a", ratio=0.5), source("b"), seed=1)
-    epochs = []
-    for epoch in (0, 1, 2, 0):
-        dataset.set_epoch(epoch)
-        epochs.append(ids(dataset))
-    assert epochs[0] == epochs[3]
-    assert len({tuple(order) for order in epochs}) == 3
-    for order in epochs:
-        assert sorted(sample_id.row for sample_id in order if sample_id.source == "b") == list(range(10))
-    fresh = fused(template, source("a", ratio=0.5), source("b"), seed=1)
-    assert ids(fresh) == epochs[0], "a pure function of seed and epoch"
-    assert ids(fused(template, source("a", ratio=0.5), source("b"), seed=2)) != epochs[0]
-
-
-def test_without_shuffle_the_rows_keep_their_order(template):
-    """DATA-4"""
-    dataset = fused(template, source("a", texts(3)), source("b", texts(2)), shuffle=False)
-    dataset.set_epoch(4)
-    assert [str(sample_id) for sample_id in ids(dataset)] == ["a:0", "a:1", "a:2", "b:0", "b:1"]
 
 
 def test_stream_hears_of_the_epoch_if_it_listens(template):
