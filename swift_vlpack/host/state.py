@@ -20,7 +20,7 @@ from swift.utils import get_logger, is_master
 from transformers.trainer import TRAINER_STATE_NAME
 
 from swift_vlpack.config import RESTART, RESUME_DATA
-from swift_vlpack.envelope import Whole, check_fingerprint, opened, seal, signed
+from swift_vlpack.envelope import Whole, check_fingerprint, differing_fields, opened, seal, shown_value, signed
 from swift_vlpack.errors import ConfigError, StateMismatch, VLPackError
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_of, from_bytes
@@ -40,6 +40,14 @@ WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DAT
 _STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str, "files": RECORDS}
 STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
 """Shapes of saved states, by the kind of feed."""
+ENCODING = (
+    *("tokenizer.", "processor.", "chat_templates", "config."),
+    *("meta.prefix", "meta.prompt", "meta.chat_sep", "meta.suffix", "meta.system_prefix"),
+)
+"""Beginnings of settings that a resume refuses to change: they decide what rows become and how the model computes."""
+SETS_ENCODING = ("packages.transformers", "packages.tokenizers", "packages.ms-swift")
+SAVED_SETTINGS = (*ENCODING, "packages.", "code", "variables.")
+"""Beginnings of the settings that are saved."""
 
 
 class StateNotSaved(VLPackError):
@@ -158,6 +166,26 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
         raise StateMismatch(
             f"{path}: damaged: {type(error).__name__}: {error}. Resume from an earlier checkpoint"
         ) from error
+
+
+def check_settings(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse another tokenizer, processor, chat template or model config than the saved one. Warn of other changes.
+
+    Code, packages and variables may change. A package that sets such values may set others in another version, so then
+    these are only warned of, too.
+    """
+    then = saved.get("settings") or now  # states of before have none
+    both = {*then} & {*now}  # a version may know more names than another
+    changed = {
+        name: f"{name} ({shown_value(then, name)}, now {shown_value(now, name)})"
+        for name in differing_fields(then, now)
+        if name in both or not name.startswith(ENCODING)
+    }
+    refused = [said for name, said in changed.items() if name.startswith(ENCODING)]
+    if refused and not {*changed} & {*SETS_ENCODING}:
+        raise StateMismatch(f"{checkpoint / FILE} was written with another {', '.join(refused)}. {WAY_OUT}")
+    if changed and is_master():
+        logger.warning(f"{checkpoint} was written with another {', '.join(changed.values())}; the run goes on")
 
 
 def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:

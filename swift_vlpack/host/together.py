@@ -37,7 +37,7 @@ NUM_DAMAGES_NAMED = 5
 DECIDING = (
     *("loss_", "is_binary_loss_scale", "label_smoothing_factor", "enable_dft_loss", "router_aux_loss_coef", "neftune_"),
     *("template", "truncation_strategy", "system", "agent_template", "response_prefix", "norm_bbox"),
-    *("use_chat_template", "enable_thinking", "preserve_thinking", "add_non_thinking_prefix"),
+    *("max_pixels", "use_chat_template", "enable_thinking", "preserve_thinking", "add_non_thinking_prefix"),
     *("disable_ignore_empty_think", "tuner_type", "freeze_", "trainable_", "lora_", "use_rslora", "use_dora"),
     *("target_", "modules_to_save", "optim", "lr_", "learning_rate", "vit_lr", "aligner_lr", "lorap_lr_ratio"),
     *("weight_decay", "adam_", "warmup_", "max_grad_norm"),

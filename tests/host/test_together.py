@@ -225,6 +225,8 @@ class Args:
     dataset: list[str] = dataclasses.field(default_factory=list)
     output_dir: str = "/out"
     max_memory: dict[int, str] | None = None
+    dataloader_drop_last: bool = False
+    dataloader_num_workers: int = 0
 
 
 def options(**given):
@@ -239,6 +241,7 @@ def options(**given):
         {"lr_scheduler_kwargs": {"min_lr": 1e-6}},
         {"system": "Say yes/maybe."},
         {"model_type": "qwen2_vl"},
+        {"dataloader_drop_last": True},
     ],
 )
 def test_options_without_a_plain_value_are_compared(given):
@@ -259,6 +262,7 @@ def test_files_are_compared_by_content_and_not_by_path(tmp_path):
     with pytest.raises(RanksDiffer, match=r"external_plugins: .*a file of digest"):
         refuse_differences("options", [same, other])
     elsewhere = {"model": "/other", "dataset": ["/other.jsonl"], "output_dir": "/else", "max_memory": {0: "1GB"}}
+    elsewhere["dataloader_num_workers"] = 4
     refuse_differences("options", [options(), options(**elsewhere)])
 
 
