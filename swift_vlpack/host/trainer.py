@@ -55,6 +55,7 @@ from swift_vlpack.host.state import (
     save_rank_state,
     save_state,
 )
+from swift_vlpack.host.together import check_engine
 from swift_vlpack.host.tower import refuse_unlike_media, tolerate_packs_without_images, towers_skipped
 from swift_vlpack.host.voting import Ranks, leave_at_exit
 from swift_vlpack.host.weights import load_renamed
@@ -280,6 +281,8 @@ class PackingTrainer(EvaluatesRows):
         self.events.list_deleted_rows()
         if resume_from_checkpoint:
             self.checkpoint_resumed = Path(resume_from_checkpoint)
+            if not self.args.resume_only_model:
+                check_engine(self.checkpoint_resumed, self._engine, RanksOfRun())
             self._resume(self.checkpoint_resumed)
         with waiting("training"):  # lets a failing rank tell the others why
             trained = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -350,14 +353,18 @@ class PackingTrainer(EvaluatesRows):
         elif is_master():
             self.events.of_epoch = counted
 
+    @property
+    def _engine(self) -> str:
+        return "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else "DDP"
+
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # FSDP and DeepSpeed have formats of their own
+        if self._engine == "DDP":  # FSDP and DeepSpeed have formats of their own
             load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if self._engine == "DDP":
             load_renamed(self.model, Path(self.state.best_model_checkpoint))
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
