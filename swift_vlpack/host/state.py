@@ -30,6 +30,7 @@ from swift_vlpack.files import write_json, write_whole
 from swift_vlpack.host.checkpoint_files import RECORDS
 from swift_vlpack.runlog import counts
 from swift_vlpack.runlog.folder import ROWS, STATE
+from swift_vlpack.words import counted
 
 logger = get_logger()
 
@@ -202,12 +203,12 @@ def _warn_of_files(changed: Changes) -> None:
     """Warn of rows whose files have gone or come back since the checkpoint was written."""
     if changed.gone and is_master():
         logger.warning(
-            f"{changed.gone.num_rows} rows that were planned cannot be read any more; their packs go on without them: "
+            f"{counted(changed.gone.num_rows, 'planned row')} cannot be read any more; the packs go on without: "
             f"{changed.gone}"
         )
     if changed.back and is_master():
         logger.warning(
-            f"{changed.back.num_rows} rows that could not be read stay out until the next run: {changed.back}"
+            f"readable again, but out until the next run: {counted(changed.back.num_rows, 'row')}: {changed.back}"
         )
 
 

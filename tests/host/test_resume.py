@@ -583,8 +583,8 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
     train(flags(small_folder, tmp_path / "rest", data, **begin))
     expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
     assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
-    assert re.search(rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, but had", caplog.text)
-    assert re.search(r"1 rows that could not be read stay out until the next run: rows:2 ", caplog.text)
+    assert re.search(rf"1 planned row cannot be read .*rows:{lost} .*has file_missing, but had", caplog.text)
+    assert re.search(r"readable again, but out until the next run: 1 row: rows:2 ", caplog.text)
     for epoch in (0, 1):
         report = epoch_report(tmp_path / "rest", epoch)
         assert report["is_closed"]
