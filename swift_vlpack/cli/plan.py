@@ -97,8 +97,8 @@ def _lengths_report(args: argparse.Namespace) -> dict[str, Any]:
     made = plan(lengths.tokens, config, images=lengths.images, patches=lengths.patches, seed=args.seed or 0, label=None)
     if num_rows and not len(made):
         raise DataError(
-            f"nothing would be trained: all {counted(num_rows, 'row')} are left out ({by_reason(made.num_dropped)}); "
-            f"raise packing_length ({config.packing_length}) or its caps"
+            f"nothing would be trained: {counted(num_rows, 'row')} of {num_rows} left out "
+            f"({by_reason(made.num_dropped)}); raise packing_length ({config.packing_length}) or its caps"
         )
     aligned = made.align(num_ranks)
     seconds = time.perf_counter() - start

@@ -19,7 +19,7 @@ from swift_vlpack.plan.same_steps import kept_steps
 from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.left_out import LeftOutRows, as_json, in_no_epoch
+from swift_vlpack.rows.left_out import LeftOutRows, as_json, in_no_epoch, in_order
 from swift_vlpack.rows.samples import Address, LeftOut, TooManyFailures
 from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.runlog.account import account_json
@@ -39,7 +39,7 @@ def left_out_by(plan: EpochPlan, rows: FusionCaptionDataset) -> list[LeftOut]:
         for position in positions.tolist():
             said = f"{plan.lengths[position]} tokens, {plan.images[position]} images"
             left_out.append(LeftOut(rows.sample_id(address(position)), reason, said))
-    return left_out
+    return in_order(left_out)
 
 
 def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:

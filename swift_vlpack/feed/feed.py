@@ -75,6 +75,8 @@ class Feed(ABC):
     def __init__(self, packs: Packs, *, unpacked_batch_size: int = 1) -> None:
         """Feed from these packs."""
         self.packs = packs
+        self.settings: Mapping[str, Any] = {}
+        """Settings by which rows are encoded, by dotted name: of the template, its tokenizer and its processor."""
         self.unpacked_batch_size = unpacked_batch_size
         """Samples in a batch without packing, with which the padding that packing saves is compared."""
 

@@ -37,6 +37,7 @@ from swift_vlpack.host.losses import refuse_loss_type
 from swift_vlpack.host.ranks import num_ranks_of_run
 from swift_vlpack.host.run_checks import Registered, check_run, refuse_combinations
 from swift_vlpack.host.seam import CALLBACK
+from swift_vlpack.host.swift_flags import VALUES, registered_values
 from swift_vlpack.plan.parts import Cutting
 from swift_vlpack.plan.same_steps import UnpackedStep
 from swift_vlpack.rows.fusion_config import read_fusion_config
@@ -149,7 +150,7 @@ def settle_options(args: Any) -> None:
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
     config = checked({**options, "packing": True})
     _read_training_file_again()
-    values = {"tuner_type": get_supported_tuners()}
+    values = {"tuner_type": get_supported_tuners(), **{option: registered_values(option) for option in VALUES}}
     registered = Registered(None if args.custom_dataset_info else set(DATASET_MAPPING), values)
     check_run(vars(args), config, registered)
     _refuse_unknown_types(args)

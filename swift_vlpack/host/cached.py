@@ -123,7 +123,7 @@ def _source(name: str, one: _Cached) -> RowSource:
         rows=one.rows.remove_columns([ROW, known]),
         row_numbers=column(one.rows, ROW),
         num_lost=len(one.too_long),
-        lost_rows=one.too_long,
+        lost_rows=dict.fromkeys(one.too_long, "the row has more tokens than --max_length"),
         origin=str(one.folder),
         cached_lengths=np.array([sum(_numbers(of_row)) for of_row in one.rows[known]], dtype=np.int64),
     )

@@ -20,6 +20,7 @@ from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_isolation
 from swift_vlpack.host.same_on_ranks import versions
+from swift_vlpack.host.tower import drop_gradients_of_empty_images
 from swift_vlpack.host.use_attention import choose_for
 from swift_vlpack.lengths.context import variables_named_by
 from swift_vlpack.plan.epoch import EpochPlan
@@ -58,6 +59,10 @@ class PackingCallback(TrainerCallback):
             show_in_tensorboard(self.trainer, text, state.global_step)
             kept = {**_kept(facts), **_facts_to_look_back(self.trainer)}
         self.trainer.events.begin(state.global_step, self.trainer.checkpoint_resumed, kept)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave a tower alone that has seen no image in this step."""
+        drop_gradients_of_empty_images(self.trainer.model)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the packs of this step. They count as trained now."""

@@ -18,7 +18,7 @@ from swift_vlpack.host.headers import pixel_free, reading_urls
 from swift_vlpack.host.same_on_ranks import check_equal
 from swift_vlpack.lengths.cache import LengthCache, fingerprint
 from swift_vlpack.lengths.cache_folder import About, lengths_folder, lengths_path, write_about
-from swift_vlpack.lengths.context import MAY_DIFFER, dependencies_of, digest_of
+from swift_vlpack.lengths.context import dependencies_of, digest_of
 from swift_vlpack.lengths.failures import log_failures, log_surplus_tags
 from swift_vlpack.lengths.measure import Progress, measure
 from swift_vlpack.lengths.prefixes import SourceToShare, with_prefixes
@@ -111,9 +111,7 @@ class _Pass(NamedTuple):
         cutting = "" if encoder.divider is None else encoder.divider.digest()
         cache = LengthCache(lengths_path(self.folder, source.name, context), context, cutting)
         if ranks.num_ranks() > 1:
-            _check_same_rows(
-                source, {name: digest_of(dependencies[name], 4) for name in {*dependencies} - {*MAY_DIFFER}}
-            )
+            _check_same_rows(source)
         if is_master():
             template = encoder.template
             of_model = (str(template.template_meta.template_type), str(template.model_meta.model_type))
@@ -121,12 +119,12 @@ class _Pass(NamedTuple):
         return cache
 
 
-def _check_same_rows(source: RowSource, settings: dict[str, str]) -> None:
-    """Raise `RanksDiffer` if ranks have different rows or settings: every rank measures some rows for all."""
+def _check_same_rows(source: RowSource) -> None:
+    """Raise `RanksDiffer` if ranks have different rows: every rank measures some rows for all."""
     last = max(0, len(source.rows) - 1)
     spread = np.unique(np.linspace(0, last, NUM_ROWS_EQUAL_ON_RANKS).astype(np.int64)).tolist()
     rows = rows_in_turn(source.rows, spread)
     check_equal(
-        f"rows of source {source.name!r} and the settings that lengths depend on",
-        {"rows": len(source.rows), "content": fingerprint(rows), **settings},
+        f"rows of source {source.name!r}",
+        {"rows": len(source.rows), "content": fingerprint(rows), "max_pixels": source.max_pixels},
     )

@@ -27,6 +27,7 @@ _STAGES = (
     ("swift.pipelines.train.tuner", "prepare_model", "cannot make the tuner"),
     ("swift.trainers", "__init__", "cannot make the trainer"),
     ("", "create_optimizer", "cannot make the optimizer"),
+    ("transformers.trainer", "_determine_best_metric", "cannot choose the best checkpoint"),
 )
 """Modules and functions ("" for any) in which ms-swift makes what an input names, before it trains."""
 _WRITTEN = ("output_dir", "save_directory", "filename", "path")

@@ -45,7 +45,7 @@ from swift_vlpack.host.headers import branch_template, reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.plain_order import unpacked_rows
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
-from swift_vlpack.host.same_on_ranks import check_same_validation
+from swift_vlpack.host.same_on_ranks import check_same_settings, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
@@ -101,16 +101,21 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
                 f"packing_share=media shares nothing under --loss_scale {args.loss_scale}: every token is a target, "
                 "and only tokens before the first target are shared; leave one of them out"
             )
+    # Before any row is encoded: encoding may change what templates and plugins hold.
+    settings = check_same_settings(template, args.external_plugins or [])
+    feed: Feed
     if plans_ahead(args):
         sources, val_rows = load_sources(args, config)
-        return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
-    rows, val_rows = _unmeasured_rows(args, template, config)
-    packs = StreamedPackingDataset(
-        rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
-    )
-    return StreamedFeed(
-        packs, args.training_args.dataloader_num_workers, unpacked_batch_size=unpacked_batch_size(args)
-    ), val_rows
+        feed = planned_feed(measured_rows(sources, template, args, config), template, args, config)
+    else:
+        rows, val_rows = _unmeasured_rows(args, template, config)
+        packs = StreamedPackingDataset(
+            rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
+        )
+        num_workers = args.training_args.dataloader_num_workers
+        feed = StreamedFeed(packs, num_workers, unpacked_batch_size=unpacked_batch_size(args))
+    feed.settings = settings
+    return feed, val_rows
 
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:

@@ -9,16 +9,23 @@ mistake the column for content, so nothing is known of the rows that it returns.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 from swift.dataset import AutoPreprocessor, RowPreprocessor
+from swift.utils import get_logger
 
 ROW = "vlpack_row"
+LEFT_OUT = "ms-swift's loader or preprocess_func left the row out"
+NUM_CAUSES = 1000
+"""Most deleted rows of a data set whose cause is looked for."""
+NUM_CHARACTERS = 300
+"""Most characters of a cause, which may show all of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,8 @@ class PreprocessedRows:
     num_read: int
     numbers: NDArray[np.int64] | None
     """The number of each row among the rows that were read; None if that is not known."""
+    causes: Mapping[int, str] = field(default_factory=dict)
+    """Why ms-swift deleted a row, by its number among the rows that were read."""
 
 
 class NumberedPreprocess:
@@ -46,7 +55,9 @@ class NumberedPreprocess:
         if not isinstance(dataset, Dataset):
             return self._preprocess_func(dataset, **kwargs)
         rows, numbers = _preprocessed(self._preprocess_func, dataset, kwargs)
-        self._calls.append(PreprocessedRows(len(dataset), numbers))
+        lost = [] if numbers is None else np.setdiff1d(np.arange(len(dataset)), numbers)[:NUM_CAUSES].tolist()
+        causes = _causes(self._preprocess_func, dataset.select(lost), kwargs) if lost else []
+        self._calls.append(PreprocessedRows(len(dataset), numbers, dict(zip(lost, causes, strict=False))))
         return rows
 
 
@@ -85,6 +96,33 @@ def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
     numbering: Any = copy.copy(preprocess_func)
     numbering.preprocess = _NumberedRow(preprocess_func.preprocess)
     return numbering
+
+
+def _causes(preprocess_func: Any, deleted: Dataset, kwargs: dict[str, Any]) -> Iterator[str]:
+    """Yield why ms-swift deleted each of these rows, by doing it again; nothing for code of the user."""
+    if type(preprocess_func) is AutoPreprocessor:
+        deleted = RowPreprocessor.safe_rename_columns(deleted, preprocess_func.columns)
+        preprocess_func = preprocess_func._get_preprocessor(deleted)
+    if not type(preprocess_func).__module__.startswith("swift."):
+        return
+    again = copy.deepcopy(preprocess_func)
+    for columns in [again.origin_columns, *([again.columns] if kwargs.get("enable_auto_mapping") else [])]:
+        deleted = RowPreprocessor.safe_rename_columns(deleted, columns)
+    logger, level = get_logger(), get_logger().level
+    logger.setLevel(logging.ERROR)  # ms-swift has logged the rows already
+    try:
+        yield from (_cause(again, {name: [value] for name, value in row.items()}) for row in deleted)
+    finally:
+        logger.setLevel(level)
+
+
+def _cause(preprocessor: RowPreprocessor, batch: dict[str, list[Any]]) -> str:
+    try:
+        preprocessor.batched_preprocess(copy.deepcopy(batch), strict=True, ignore_max_length_error=False)
+    except Exception as error:  # whatever ms-swift takes for a reason to delete a row
+        return f"ms-swift's loader deleted the row: {type(error).__name__}: {error}"[:NUM_CHARACTERS]
+    given = {name: value for name, (value,) in batch.items() if value is not None}
+    return f"ms-swift's {type(preprocessor).__name__} makes nothing of the row {given}"[:NUM_CHARACTERS]
 
 
 class _NumberedRow:

@@ -29,10 +29,12 @@ from swift_vlpack.envelope import differing_fields, shown_value
 from swift_vlpack.errors import VLPackError
 from swift_vlpack.feed.saved_rows import digest_of, rows_with_digest
 from swift_vlpack.host.ranks import gathered
+from swift_vlpack.lengths.context import MAY_DIFFER, by_name, dependencies_of
 from swift_vlpack.rows.source import row_bytes, rows_in_turn
 
 OF_A_MACHINE = (
-    *("local_rank", "device", "max_memory", "use_cpu", "dataloader_", "load_from_cache_file", "download_mode"),
+    *("local_rank", "device", "max_memory", "use_cpu", "load_from_cache_file", "download_mode"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("log_level", "disable_tqdm", "run_name", "report_to", "project", "trackio_", "swanlab_", "ray_"),
     *("hub_", "push_to_hub", "use_hf", "local_repo_path", "check_model", "ignore_args_error"),
 )
@@ -86,6 +88,13 @@ def check_same_parameters(model: Any, comm: Comm) -> None:
         [{name: theirs.get(name, "not there") for name in names[:NUM_PARAMETERS_NAMED]} for theirs in everyone],
     )
     raise RanksDiffer("the ranks have the same parameters in another order. Give all ranks the same versions")
+
+
+def check_same_settings(template: Any, plugins: Sequence[str]) -> dict[str, Any]:
+    """Raise `RanksDiffer` on every rank unless all encode rows by the same settings. Returns these by dotted name."""
+    settings = by_name({n: value for n, value in dependencies_of(template, plugins).items() if n not in MAY_DIFFER})
+    check_equal("settings that rows are encoded by", settings)
+    return settings
 
 
 def versions() -> dict[str, str]:

@@ -29,8 +29,9 @@ from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.host.args import data_seed
 from swift_vlpack.host.cached import cached_sources
 from swift_vlpack.host.messages import Refused, said_by_swift
-from swift_vlpack.host.row_numbers import NumberedPreprocess, PreprocessedRows, column
+from swift_vlpack.host.row_numbers import LEFT_OUT, NumberedPreprocess, PreprocessedRows, column
 from swift_vlpack.json_lines import broken_line
+from swift_vlpack.pages.safe_text import visible
 from swift_vlpack.rows.fusion_config import SourceSpec, read_fusion_config, specs_of
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
@@ -74,6 +75,13 @@ class _Loading:
         is_known = len(found) == len(self.calls) and sum(map(len, found)) == self.num_rows
         # Trust the numbers only with ms-swift's standard loader: another one may change rows after preprocessing.
         return np.concatenate(found) if is_known and found and self.meta.loader is DatasetLoader else None
+
+    @property
+    def causes(self) -> dict[int, str]:
+        """Return why ms-swift deleted rows, by their number among all rows that were read."""
+        firsts = np.cumsum([0, *(call.num_read for call in self.calls)]).tolist()
+        both = zip(firsts, self.calls, strict=False)
+        return {first + row: said for first, call in both for row, said in call.causes.items()}
 
     @property
     def num_read(self) -> int:
@@ -152,11 +160,11 @@ def _drawn(datasets: list[str], options: dict[str, Any]) -> list[DrawnRows | Non
         found.append(None if rows is None else _divided(rows, loading, lost))
         # Only the first of both that has rows of a source lists its deleted rows, so that none is listed twice.
         names = set() if found[-1] is None else {source.name for source in found[-1].sources}
-        lost = [known and [] if one.spec.name in names else known for one, known in zip(loading, lost, strict=True)]
+        lost = [known and {} if one.spec.name in names else known for one, known in zip(loading, lost, strict=True)]
     return found
 
 
-def _divided(rows: HfDataset, loading: Sequence[_Loading], lost: Sequence[list[int] | None]) -> DrawnRows:
+def _divided(rows: HfDataset, loading: Sequence[_Loading], lost: Sequence[dict[int, str] | None]) -> DrawnRows:
     places = column(rows, PLACE)
     rows = rows.remove_columns(PLACE)
     return DrawnRows(
@@ -284,7 +292,7 @@ def _source(
     train: HfDataset,
     places: NDArray[np.int64],
     everything: Sequence[_Loading],
-    lost: list[int] | None,
+    lost: dict[int, str] | None,
 ) -> RowSource:
     """Make a `RowSource` of the rows of one source, in the order in which ms-swift drew them.
 
@@ -309,7 +317,7 @@ def _source(
         row_numbers=loaded if numbers is None else numbers[loaded],
         is_numbered=numbers is not None,
         num_lost=None if lost is None else len(lost),
-        lost_rows=lost or (),
+        lost_rows=lost or {},
         origin=one.origin,
         places=here,
     )
@@ -321,8 +329,8 @@ def _columns_of_others(one: _Loading, rows: HfDataset, everything: Sequence[_Loa
     return [column for column in rows.column_names if column in others]
 
 
-def _deleted_rows(one: _Loading) -> list[int] | None:
-    """Find the rows of the file that the loader deleted, and log them; None if that cannot be known."""
+def _deleted_rows(one: _Loading) -> dict[int, str] | None:
+    """Find the rows of the file that the loader deleted, and why, and log them; None if that cannot be known."""
     name, numbers = one.spec.name, one.numbers
     if numbers is None:
         counts = (
@@ -335,12 +343,13 @@ def _deleted_rows(one: _Loading) -> list[int] | None:
         )
         return None
     lost: list[int] = np.setdiff1d(np.arange(one.num_read), numbers).tolist()
+    causes = one.causes
     if lost:
         shown = ", ".join(str(row + 1) for row in lost[:NUM_LOST_NAMED]) + (
             ", ..." if len(lost) > NUM_LOST_NAMED else ""
         )
         logger.warning(
             f"source {name}: ms-swift's loader or preprocess_func deleted {len(lost)} of {one.num_read} rows, "
-            f"counted from 1: {shown}"
+            f"counted from 1: {shown} (the first: {visible(causes.get(lost[0], LEFT_OUT))})"
         )
-    return lost
+    return {row: causes.get(row, LEFT_OUT) for row in lost}

@@ -20,11 +20,12 @@ from swift.utils import get_logger, is_master
 from transformers.trainer import TRAINER_STATE_NAME
 
 from swift_vlpack.config import RESTART, RESUME_DATA
-from swift_vlpack.envelope import check_fingerprint, opened, seal, signed, unseal
+from swift_vlpack.envelope import check_fingerprint, differing_fields, opened, seal, shown_value, signed, unseal
 from swift_vlpack.errors import ConfigError, StateMismatch, VLPackError
 from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_of, from_bytes
 from swift_vlpack.files import write_json, write_whole
 from swift_vlpack.runlog.folder import ROWS, STATE
+from swift_vlpack.words import counted
 
 logger = get_logger()
 
@@ -32,6 +33,14 @@ FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
+ENCODING = (
+    *("tokenizer.", "processor.", "chat_templates", "config."),
+    *("meta.prefix", "meta.prompt", "meta.chat_sep", "meta.suffix", "meta.system_prefix"),
+)
+"""Beginnings of settings that a resume refuses to change: they decide what rows become and how the model computes."""
+SETS_ENCODING = ("packages.transformers", "packages.tokenizers", "packages.ms-swift")
+SAVED_SETTINGS = (*ENCODING, "packages.", "code", "variables.")
+"""Beginnings of the settings that are saved."""
 
 
 class StateNotSaved(VLPackError):
@@ -151,6 +160,26 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
         ) from error
 
 
+def check_settings(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse another tokenizer, processor, chat template or model config than the saved one. Warn of other changes.
+
+    Code, packages and variables may change. A package that sets such values may set others in another version, so then
+    these are only warned of, too.
+    """
+    then = saved.get("settings") or now  # states of before have none
+    both = {*then} & {*now}  # a version may know more names than another
+    changed = {
+        name: f"{name} ({shown_value(then, name)}, now {shown_value(now, name)})"
+        for name in differing_fields(then, now)
+        if name in both or not name.startswith(ENCODING)
+    }
+    refused = [said for name, said in changed.items() if name.startswith(ENCODING)]
+    if refused and not {*changed} & {*SETS_ENCODING}:
+        raise StateMismatch(f"{checkpoint / FILE} was written with another {', '.join(refused)}. {WAY_OUT}")
+    if changed and is_master():
+        logger.warning(f"{checkpoint} was written with another {', '.join(changed.values())}; the run goes on")
+
+
 def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:
     """Read the rows as they were planned. `state` is the state of the same checkpoint, which has their digest."""
     path, digest = checkpoint / ROWS_FILE, state["rows"]
@@ -165,12 +194,12 @@ def _warn_of_files(changed: Changes) -> None:
     """Warn of rows whose files have gone or come back since the checkpoint was written."""
     if changed.gone and is_master():
         logger.warning(
-            f"{changed.gone.num_rows} rows that were planned cannot be read any more; their packs go on without them: "
+            f"{counted(changed.gone.num_rows, 'planned row')} cannot be read any more; the packs go on without: "
             f"{changed.gone}"
         )
     if changed.back and is_master():
         logger.warning(
-            f"{changed.back.num_rows} rows that could not be read stay out until the next run: {changed.back}"
+            f"readable again, but out until the next run: {counted(changed.back.num_rows, 'row')}: {changed.back}"
         )
 
 

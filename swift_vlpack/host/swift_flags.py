@@ -7,12 +7,13 @@ adds none.
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _NUMBER = re.compile(r"(?:Optional\[)?(int|float)\]?")
 
@@ -111,6 +112,15 @@ def known_values(option: str) -> frozenset[str]:
             found += line.value.keys if isinstance(line.value, ast.Dict) else []
     values = [part.value for part in found if isinstance(part, ast.Constant) and isinstance(part.value, str)]
     return frozenset((*values, *more)) if values else frozenset()
+
+
+def registered_values(option: str) -> frozenset[str]:
+    """Return the values of an option of `VALUES` with those that plugins have registered, by importing ms-swift."""
+    module, name, more = VALUES[option]
+    known: Any = getattr(importlib.import_module(module), name, None)
+    if not known:
+        return frozenset()
+    return frozenset((*more, *(known if isinstance(known, dict) else (one.value for one in known))))
 
 
 def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:

@@ -33,11 +33,13 @@ OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "i
 """Fields of `trainer_state.json` that may differ between nodes, because they hold times and paths."""
 _PART_OF_DEEPSPEED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 """The name that DeepSpeed gives to the part of the optimizer that a rank saves."""
+_GIVEN_BY = {"DeepSpeed": "--deepspeed", "FSDP": "--fsdp", "DDP": "neither --deepspeed nor --fsdp"}
+"""How a run is told to train by an engine."""
 NUM_DAMAGES_NAMED = 5
 DECIDING = (
     *("loss_", "is_binary_loss_scale", "label_smoothing_factor", "enable_dft_loss", "router_aux_loss_coef", "neftune_"),
     *("template", "truncation_strategy", "system", "agent_template", "response_prefix", "norm_bbox"),
-    *("use_chat_template", "enable_thinking", "preserve_thinking", "add_non_thinking_prefix"),
+    *("max_pixels", "use_chat_template", "enable_thinking", "preserve_thinking", "add_non_thinking_prefix"),
     *("disable_ignore_empty_think", "tuner_type", "freeze_", "trainable_", "lora_", "use_rslora", "use_dora"),
     *("target_", "modules_to_save", "optim", "lr_", "learning_rate", "vit_lr", "aligner_lr", "lorap_lr_ratio"),
     *("weight_decay", "adam_", "warmup_", "max_grad_norm"),
@@ -128,6 +130,43 @@ def _warn_of_changes(checkpoint: Path, args: Any, config: PackingConfig, saved: 
             f"{checkpoint} was written with another {said}; the new values count, but for those that the saved adapter "
             "and optimizer have of their own"
         )
+
+
+def check_engine(checkpoint: Path, engine: str, comm: Comm) -> None:
+    """Refuse a checkpoint whose optimizer this engine would not load.
+
+    transformers would go on in silence, with a new optimizer and a schedule from its beginning, or end without a word
+    of the engine.
+    """
+    for found in comm.results_of_all(lambda: engine_of(checkpoint)):
+        if found == engine:
+            continue
+        only_model = (
+            "--resume_only_model true, which goes on at the same data with the saved weights, a new optimizer and a "
+            "schedule from its beginning"
+        )
+        if found is None:
+            raise ConfigError(
+                f"{checkpoint} has no optimizer and schedule (--save_only_model true saves none); resume from a "
+                f"checkpoint that has them, or give {only_model}"
+            )
+        if found == "FSDP":
+            only_model = "its weights, which `accelerate merge-weights` joins, to a new run"
+        raise ConfigError(
+            f"{checkpoint} has the optimizer of {found}, which {engine} cannot load; train with {_GIVEN_BY[found]}, or "
+            f"give {only_model}"
+        )
+
+
+def engine_of(checkpoint: Path) -> str | None:
+    """Return the engine whose optimizer is in a checkpoint; None if there is none, or no schedule with it."""
+    if any(checkpoint.glob("global_step*")):
+        return "DeepSpeed"
+    if not (checkpoint / "scheduler.pt").is_file():
+        return None
+    if any(path.is_dir() for path in checkpoint.glob("optimizer*")) or (checkpoint / "optimizer.bin").is_file():
+        return "FSDP"
+    return "DDP" if (checkpoint / "optimizer.pt").is_file() else None
 
 
 def check_deepspeed(checkpoint: Path, deepspeed: Any, comm: Comm) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ _ASKED = "is_deepspeed_enabled"
 _MODULES = ("swift.template.", "swift.model.")
 _FSDP = "ACCELERATE_USE_FSDP"
 """The variable by which ms-swift, accelerate and transformers recognize FSDP."""
+_empty_image_shown = threading.Event()
+"""Set while a step has passed an empty image through the tower that ms-swift passes under DeepSpeed alone."""
 
 
 def tolerate_packs_without_images(model: Any, training_args: Any) -> None:
@@ -54,11 +57,14 @@ def tolerate_packs_without_images(model: Any, training_args: Any) -> None:
 
 
 def _trains_vision(model: Any) -> bool:
+    return bool(_trained_of_vision(model))
+
+
+def _trained_of_vision(model: Any) -> list[torch.nn.Parameter]:
     arch = model.model_meta.model_arch
     parts = [*getattr(arch, "vision_tower", ()), *getattr(arch, "aligner", ())]
-    return any(
-        parameter.requires_grad and any(part in name for part in parts) for name, parameter in model.named_parameters()
-    )
+    named = model.named_parameters()
+    return [one for name, one in named if one.requires_grad and any(part in name for part in parts)]
 
 
 def _enter_tower_under_fsdp() -> None:
@@ -75,9 +81,29 @@ def _enter_tower_under_fsdp() -> None:
 def _or_fsdp(is_deepspeed_enabled: Any) -> Any:
     @functools.wraps(is_deepspeed_enabled)
     def is_sharded() -> bool:
-        return bool(is_deepspeed_enabled()) or os.environ.get(_FSDP, "false").lower() == "true"
+        if is_deepspeed_enabled() or os.environ.get(_FSDP, "false").lower() != "true":
+            return bool(is_deepspeed_enabled())
+        _empty_image_shown.set()
+        return True
 
     return is_sharded
+
+
+def drop_gradients_of_empty_images(model: Any) -> None:
+    """Leave the tower alone in a step in which it has seen nothing but empty images that FSDP needed.
+
+    Their gradients are zeros, with which an optimizer would move the tower by its momentum. Without packing, and under
+    DDP, the tower has no gradient in such a step.
+    """
+    if not _empty_image_shown.is_set():
+        return
+    _empty_image_shown.clear()
+    trained = _trained_of_vision(model)
+    gradients = [one.grad for one in trained if one.grad is not None]
+    # Of sharded gradients, look at this rank's part: an image that any rank has leaves something in each part.
+    if not any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients):
+        for one in trained:
+            one.grad = None
 
 
 # -- towers that only packs with media enter -------------------------------------------------------------------------

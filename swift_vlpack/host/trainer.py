@@ -46,7 +46,9 @@ from swift_vlpack.host.run_events import RunEvents
 from swift_vlpack.host.same_on_ranks import check_equal, check_same_parameters, refuse_differences, versions
 from swift_vlpack.host.state import (
     FILE,
+    SAVED_SETTINGS,
     WAY_OUT,
+    check_settings,
     load_rank_state,
     load_state,
     read_trainer_state,
@@ -54,10 +56,12 @@ from swift_vlpack.host.state import (
     save_state,
 )
 from swift_vlpack.host.step_check import StepCheck
+from swift_vlpack.host.together import check_engine
 from swift_vlpack.host.tower import refuse_unlike_media, tolerate_packs_without_images, towers_skipped
 from swift_vlpack.host.voting import Ranks, leave_at_exit
 from swift_vlpack.host.weights import load_renamed
 from swift_vlpack.host.whole_step import WholeStep
+from swift_vlpack.lengths.context import by_name, values_of_config
 from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.randomness import RandomStream
@@ -76,6 +80,7 @@ class PackingTrainer(EvaluatesRows):
         self.events = RunEvents(self.feed, training_args.output_dir, training_args.process_index)
         self.checkpoint_resumed: Path | None = None
         self._fingerprint: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
         self._global_step_before: int | None = None  # the step of the checkpoint from which the run resumes
         self._is_saving = False  # True while a checkpoint is written
         self.is_first_batch_proved = not self.feed.config.packing_verify
@@ -271,9 +276,15 @@ class PackingTrainer(EvaluatesRows):
         self._fingerprint = self.feed.fingerprint()
         check_equal("data and versions", {**versions(), **self._fingerprint})
         check_same_parameters(self.model, RanksOfRun())
+        config = values_of_config(self.model.config)
+        check_equal("values of the model's config", config)
+        settings = by_name({**self.feed.settings, "config": config})
+        self._settings = {name: value for name, value in settings.items() if name.startswith(SAVED_SETTINGS)}
         self.events.list_deleted_rows()
         if resume_from_checkpoint:
             self.checkpoint_resumed = Path(resume_from_checkpoint)
+            if not self.args.resume_only_model:
+                check_engine(self.checkpoint_resumed, self._engine, RanksOfRun())
             self._resume(self.checkpoint_resumed)
         with waiting("training"):  # lets a failing rank tell the others why
             trained = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -328,6 +339,7 @@ class PackingTrainer(EvaluatesRows):
         refuse_differences("saved state of the data", [state or {} for state in everyone])
         if (saved := everyone[0]) is None:
             return
+        check_settings(checkpoint, saved, self._settings)
         rank = self.args.process_index
         is_of_rank = self.feed.rank_state() is not None
         rank_state = results_of_all(lambda: load_rank_state(checkpoint, rank, step) if is_of_rank else None)[rank]
@@ -343,14 +355,18 @@ class PackingTrainer(EvaluatesRows):
         elif is_master():
             self.events.of_epoch = counted
 
+    @property
+    def _engine(self) -> str:
+        return "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else "DDP"
+
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # FSDP and DeepSpeed have formats of their own
+        if self._engine == "DDP":  # FSDP and DeepSpeed have formats of their own
             load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if self._engine == "DDP":
             load_renamed(self.model, Path(self.state.best_model_checkpoint))
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -420,7 +436,7 @@ class PackingTrainer(EvaluatesRows):
     def _complete_checkpoint(self, counted: Counts, files: Records) -> None:
         if not self.args.should_save:
             return
-        state = {**self.feed.state(), "counted": counted.state(), "files": files}
+        state = {**self.feed.state(), "counted": counted.state(), "files": files, "settings": self._settings}
         save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.saved_rows)
         sync_folder(self._checkpoint)
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)

@@ -57,10 +57,12 @@ them."""
 _NOT_OF_CONFIG = re.compile(
     r"_\w*|\w*dtype|attn_implementation|transformers_version|architectures|auto_map|use_cache|return_dict"
     r"|output_\w+|gradient_checkpointing|(pad|bos|eos)_token_id|num_labels|id2label|label2id|problem_type"
-    r"|(text|llm|language|quantization|talker)_config"
 )
-"""Config values that are not in the key: training changes them, they say how a model computes, or they belong to the
-language model."""
+"""Config values that are not in the key: training changes them, or they say how a model computes."""
+_OF_LANGUAGE = re.compile(r"(text|llm|language|quantization|talker)_config")
+"""Configs that are not in the key, because no length depends on the language model."""
+_SET_BY_OPTIONS = re.compile(r"router_aux_loss_coef|name_or_path|quantization_config")
+"""Config values that ms-swift writes, from options that are compared themselves."""
 _OF_VISION = re.compile("vision|visual|vit|image|audio")
 _READ = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 """The ways in which ms-swift reads a variable. `get_env_args` takes names in lower case as well."""
@@ -80,6 +82,10 @@ _OF_A_PROCESS = re.compile(
 )
 """Variables by which launchers, shells and loggers tell processes apart: never in the key, whoever names them. They
 differ between the ranks of a run, or between `vlpack plan` and the run, but lengths do not."""
+_ALL_REMOTE_CODE = "transformers_modules"
+"""The package into which transformers puts the code of all models, each revision in a folder of its own."""
+_LONGEST_SHOWN = 80
+"""Characters of a value that is shown as it is."""
 MAY_DIFFER = ("variables of plugins", "files beside plugins")
 """Dependencies that may differ between ranks. Each rank then has keys of its own, and measures its rows under them."""
 
@@ -105,7 +111,10 @@ def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
         MAY_DIFFER[1]: _digests_of_files({*chain.from_iterable(map(_beside, own))} - own),
         "processor": _without(folder, {name: _state_of(part) for name, part in {"": processor, **parts}.items()}),
         "config": _without(folder, _state_of_config(getattr(template, "config", None))),
-        "tokenizer": [_digest_of_tokenizer(template.tokenizer), _without(folder, _state_of(template.tokenizer))],
+        "tokenizer": {
+            "content": _digest_of_tokenizer(template.tokenizer),
+            **_without(folder, _state_of(template.tokenizer)),
+        },
         "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
         "variables": {name: os.environ[name] for name in sorted(of_swift)},
         MAY_DIFFER[0]: {name: os.environ[name] for name in sorted(_variables_quoted_in(own) - of_swift)},
@@ -165,7 +174,8 @@ def _beside(file: str) -> Iterator[str]:
         for made in folder.glob("*/__init__.py"):
             yield from _files_of_package(made.parent)
         return
-    while (folder.parent / "__init__.py").is_file():
+    # The code of a model lies in a package of all models and revisions that this machine has cached.
+    while (folder.parent / "__init__.py").is_file() and _ALL_REMOTE_CODE not in folder.parts:
         folder = folder.parent
     yield from _files_of_package(folder)
 
@@ -262,12 +272,25 @@ def _state_of_config(config: Any) -> dict[str, Any]:
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     found = {}
     for name, value in values.items():
-        if _NOT_OF_CONFIG.fullmatch(name):
+        if _NOT_OF_CONFIG.fullmatch(name) or _OF_LANGUAGE.fullmatch(name):
             continue
         if isinstance(value, (list, tuple)) or (not isinstance(value, Mapping) and is_plain(value)):
             found[name] = value
         elif name.endswith("_config") or _OF_VISION.search(name):
             found[name] = _state_of_config(value)
+    return found
+
+
+def values_of_config(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return all values of a model's config by dotted name, also those by which a language model computes."""
+    found: dict[str, Any] = {}
+    for name, value in vars(config).items() if config is not None else ():
+        if _NOT_OF_CONFIG.fullmatch(name) or _SET_BY_OPTIONS.fullmatch(name):
+            continue
+        if hasattr(value, "to_dict"):
+            found |= values_of_config(value, f"{prefix}{name}.")
+        elif is_plain(value):
+            found[f"{prefix}{name}"] = value
     return found
 
 
@@ -318,6 +341,18 @@ def digest_of(value: Any, num_bytes: int) -> str:
     """Return a digest of the value as JSON, `num_bytes` bytes in hexadecimal. It is the same in every process."""
     text = json.dumps(value, sort_keys=True, default=plain)
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
+
+
+def by_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted name, to name what differs. A long value becomes its digest."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= by_name(value, f"{prefix}{name}." if name else prefix)
+            continue
+        text = json.dumps(value, sort_keys=True, default=plain)
+        found[f"{prefix}{name}"] = json.loads(text) if len(text) <= _LONGEST_SHOWN else f"digest {digest_of(value, 4)}"
+    return found
 
 
 def plain(value: Any) -> Any:

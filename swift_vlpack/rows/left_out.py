@@ -3,7 +3,8 @@
     {"id": "captions:17", "where": "/data/captions.jsonl:18", "reason": "file_missing",
      "error": "no such file: /data/a.jpg", "files": ["/data/a.jpg"], "epoch": 0, "when": "2026-01-31T12:00:00+00:00"}
 
-`epoch` is null for rows that ms-swift's loader deleted, because they are in no epoch.
+`id` counts rows from 0, `where` counts lines from 1. `epoch` is null for rows that ms-swift's loader deleted, because
+they are in no epoch.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ Key = tuple[str, int | None, str]
 
 def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
     """Yield the rows of a source's file that ms-swift deleted while it loaded the file."""
-    said = "ms-swift's loader or preprocess_func left the row out"
-    for row in source.lost_rows:
+    for row, said in source.lost_rows.items():
         yield LeftOut(SampleId(source.name, int(row)), Reason.DELETED_BY_LOADER.value, said)
 
 
 def in_no_epoch(sources: Iterable[RowSource]) -> Iterator[LeftOut]:
     """Yield the rows that no epoch can train, in the order of their files: deleted by the loader, or unreadable."""
     for source in sources:
-        yield from deleted_by_loader(source)
-        failed = () if source.sizes is None else source.sizes.failures
-        for index in sorted(failed, key=source.row_number):
-            assert source.sizes is not None
-            yield LeftOut(source.sample_id(index), *source.sizes.fault(index))
+        failed = [] if source.sizes is None else [(index, source.sizes.fault(index)) for index in source.sizes.failures]
+        unreadable = [LeftOut(source.sample_id(index), *fault) for index, fault in failed]
+        yield from in_order([*deleted_by_loader(source), *unreadable])
+
+
+def in_order(left_out: Iterable[LeftOut]) -> list[LeftOut]:
+    """Sort rows by source, and within one by their place in its file."""
+    return sorted(left_out, key=lambda one: (*one.sample_id[:2], one.sample_id.part or 0))
 
 
 class LeftOutRows:

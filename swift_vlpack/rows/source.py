@@ -23,7 +23,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ class RowSource:
     """Size of each row; None until a length pass has run."""
     num_lost: int | None = 0
     """How many rows of the file the loader deleted; None if that is not known."""
-    lost_rows: Sequence[int] = ()
-    """The numbers of the deleted rows, as far as they are known."""
+    lost_rows: Mapping[int, str] = field(default_factory=dict)
+    """The numbers of the deleted rows and why each was deleted, as far as they are known."""
     cached_lengths: NDArray[np.int64] | None = None
     """The lengths that a cached data set has for its rows; they are compared with the measured ones."""
     origin: str | None = None

@@ -118,7 +118,9 @@ class FixedBatches:
         counts = {**state["stream"]["state"]["counts"], **state["counts"]}
         size, dropped = self.shape[2] + 1, Reason.INCOMPLETE_BATCH.value
         num_tokens = counts.get("windows", 0) * size - counts.get("padding_tokens", 0)
-        num_places = counts.get("batches", 0) * self.shape[0] * self.shape[1] * size
+        # Count rows and not batches, which may have had another shape before a resume.
+        num_rows = counts.get("windows", 0) - counts.get(f"{dropped}_rows", 0) + counts.get("padding_rows", 0)
+        num_places = num_rows * size
         num_used = num_tokens - counts.get(f"{dropped}_tokens", 0)
         return {**counts, "utilisation": num_used / num_places if num_places else 0.0}
 

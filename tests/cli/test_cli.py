@@ -93,7 +93,9 @@ def test_plan_in_which_no_row_fits_says_so(length_file, capsys):
     assert "above it" not in out
     assert main([*flags, "--packing_allow_single_long", "false"]) == 2
     error = capsys.readouterr().err
-    assert f"nothing would be trained: all {len(LENGTHS)} rows are left out (oversize {len(LENGTHS)})" in error
+    assert (
+        f"nothing would be trained: {len(LENGTHS)} rows of {len(LENGTHS)} left out (oversize {len(LENGTHS)})" in error
+    )
 
 
 def test_every_packing_option_is_a_flag(capsys):

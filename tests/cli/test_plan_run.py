@@ -245,6 +245,28 @@ def test_list_has_every_row_that_is_left_out_and_no_earlier_one_stays(bare_folde
     assert not (tmp_path / "failures.jsonl").exists()
 
 
+def test_list_says_why_the_loader_deleted_a_row_in_the_order_of_the_file(bare_folder, tmp_path, options):
+    """DATA-16: by ms-swift's own words; ids count from 0, lines of the file from 1."""
+    options(packing_drop_last="false", packing_length=100, packing_allow_single_long="false")
+    rows = [text_row(f"question {n}") for n in range(12)]
+    rows[2] = text_row("long", "word " * 150)
+    rows[3] = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]}
+    rows[5] = image_row([str(tmp_path / "never.png")])
+    rows[7] = {"messages": []}
+    rows[9] = {**text_row("box"), "objects": {"ref": ["a"], "bbox": [[1, 2, 3]]}}
+    rows[11] = text_row("long", "word " * 150)
+    planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
+    lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines if line["epoch"] is None] == ["rows:3", "rows:5", "rows:7", "rows:9"]
+    assert [line["id"] for line in lines if line["epoch"] == 0] == ["rows:2", "rows:11"]
+    errors = {line["id"]: line["error"] for line in lines}
+    said = "ms-swift's loader deleted the row: AssertionError: "
+    assert errors["rows:3"] == f"{said}message: {{'role': 'assistant', 'content': None}}"
+    assert errors["rows:7"].startswith("ms-swift's MessagesPreprocessor makes nothing of the row {'messages': []")
+    assert errors["rows:9"] == f"{said}len(box): 3"
+    assert all(line["where"].endswith(f":{1 + int(line['id'].split(':')[1])}") for line in lines)
+
+
 def test_report_is_not_lost_where_the_list_cannot_be_written(bare_folder, tmp_path, options, caplog):
     """CLI-34: a length pass is behind it."""
     options(packing_drop_last="false")

@@ -6,6 +6,7 @@ beside a rank whose pack has one.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -110,6 +111,19 @@ class Runs:
         return train_all(self.engine, runs, self.folder)
 
     @cached_property
+    def with_a_step_of_texts(self) -> dict[str, Outcome]:
+        """Trained by ms-swift alone, and packed in the same steps: two rows a step, the third without any image."""
+        place = self.folder / "rows"
+        place.mkdir(exist_ok=True)
+        rows = [json.loads(line) for line in Path(write_rows(place, 16, 4, have_images=True)).read_text().splitlines()]
+        rows[4:6] = [text_row("words", "and an answer"), text_row("other words", "and another answer")]
+        in_turn = {"dataset_shuffle": "false", "train_dataloader_shuffle": "false", "max_steps": 8}
+        in_turn["dataset"] = write_jsonl(place / "in_turn.jsonl", rows)
+        plain = self.training("plain", FULL, in_turn, family="qwen3_vl", packing="false")
+        packed = self.training("packed", FULL, in_turn, family="qwen3_vl", per_device_train_batch_size=1)
+        return train_all(self.engine, [plain, replace(packed, options=SAME_STEPS)], self.folder)
+
+    @cached_property
     def half_precision(self) -> dict[str, Outcome]:
         """Four steps in float32, and in bfloat16."""
         bfloat16 = {"torch_dtype": "bfloat16", "bf16": "true"}
@@ -126,6 +140,15 @@ class Runs:
         runs = [
             self.training("full_resumed", FULL, resume_from_checkpoint=self.checkpoint("full")),
             self.training("lora_resumed", LORA, resume_from_checkpoint=self.checkpoint("lora")),
+        ]
+        return train_all(self.engine, runs, self.folder)
+
+    def from_another(self, engine: str, checkpoint: Path) -> dict[str, Outcome]:
+        """Resumed from the checkpoint of another engine: as it is, and only its model."""
+        saved = {"resume_from_checkpoint": checkpoint}
+        runs = [
+            self.training(f"from_{engine}", FULL, saved),
+            self.training(f"model_from_{engine}", FULL, saved, resume_only_model="true"),
         ]
         return train_all(self.engine, runs, self.folder)
 

@@ -95,3 +95,20 @@ def merged(checkpoint, model, folder):
     (folder / "model.safetensors").unlink()
     merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(folder))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("engine", "saved_by"), [("ddp", "zero3"), ("ddp", "fsdp2"), ("zero3", "ddp"), ("fsdp2", "ddp")]
+)
+def test_a_checkpoint_of_another_engine_is_refused_with_both_named(engine, saved_by, runs):
+    """RESUME-21: where its weights are whole files, `--resume_only_model true` goes on with these, as it says."""
+    names = {"ddp": "DDP", "zero3": "DeepSpeed", "fsdp2": "FSDP"}
+    found = runs(engine).from_another(saved_by, runs(saved_by).checkpoint("full"))
+    *_, last = found[f"from_{saved_by}"].error.splitlines()
+    assert f"has the optimizer of {names[saved_by]}, which {names[engine]} cannot load" in last
+    model = found[f"model_from_{saved_by}"]
+    if saved_by == "fsdp2":
+        assert model.error is not None
+    elif engine != "fsdp2":
+        assert len(model.steps) == NUM_STEPS - AT_STEP
+        assert model.steps[0][0] == pytest.approx(runs(saved_by).first["full"].steps[AT_STEP][0], abs=1e-5)

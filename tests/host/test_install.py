@@ -225,6 +225,17 @@ IN_STAGES = {
     "package": ({"deepspeed": "zero2"}, "refuses the options: No package metadata was found for "),
     "flash": ({"attn_impl": "flash_attention_2"}, "cannot load the model: FlashAttention2 has been toggled on"),
     "optimizer": ({"optim": "lomo"}, "cannot make the optimizer: You need to install"),
+    "metric": (
+        {
+            "metric_for_best_model": "acc",
+            "load_best_model_at_end": "true",
+            "split_dataset_ratio": 0.5,
+            **{f"{what}_strategy": "steps" for what in ("eval", "save")},
+            "eval_steps": 1,
+            "save_steps": 1,
+        },
+        "cannot choose the best checkpoint: KeyError in ",
+    ),
     "a bug": ({"tuner_type": "mine", "external_plugins": [plugin_path(), "mine.py"]}, None),
 }
 

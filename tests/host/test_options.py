@@ -1,6 +1,7 @@
 """Who decides about an option: flag, YAML, environment, default, in every command that trains or plans."""
 
 import json
+import sys
 from itertools import product
 
 import pytest
@@ -154,6 +155,25 @@ def test_mistake_in_an_option_stops_before_a_model_is_looked_for(name, value, me
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         sft_main(["--model", "no/such-model", "--external_plugins", str(plugin_path()), "--packing", "true"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_scale", "all+reakt"), ("report_to", "wanbd"), ("optimizer", "muonn")]
+)
+def test_unknown_value_stops_before_a_model_is_looked_for(name, value, tmp_path, monkeypatch):
+    """CLI-12: in plain `swift sft`, and with plugins; what a plugin registers is known."""
+    from swift.loss_scale.mapping import loss_scale_map
+    from swift.pipelines import sft_main
+
+    mine = tmp_path / "mine.py"
+    mine.write_text("from swift.loss_scale.mapping import loss_scale_map as m\nm['of_mine'] = m['base']\n")
+    monkeypatch.setitem(loss_scale_map, "of_mine", None)  # so that it is taken back
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flags = ["--external_plugins", plugin_path(), mine, "--model", "no/such-model", "--packing", "true"]
+    flags += ["--dataset", mine.with_suffix(".jsonl"), "--loss_scale", "of_mine", f"--{name}", value]
+    with pytest.raises(ConfigError, match=f"--{name} must be one of .*got '{value.split('+')[-1]}'") as refused:
+        sft_main(list(map(str, flags)))
+    assert name != "loss_scale" or "of_mine" in str(refused.value)
 
 
 def test_a_flag_wins_in_a_real_run(small_folder, tmp_path, monkeypatch):

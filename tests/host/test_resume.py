@@ -19,6 +19,7 @@ from swift_vlpack.host.state import (
     RANK_FILE,
     ROWS_FILE,
     StateNotSaved,
+    check_settings,
     load_rank_state,
     load_state,
     save_rank_state,
@@ -342,6 +343,71 @@ def test_another_objective_of_packing_is_refused_with_both_values(
         assert part in str(refused.value), str(refused.value)
 
 
+def edited_model(original, folder, change):
+    """A copy of a model's folder with one change."""
+    shutil.copytree(original, folder)
+    if change == "tokenizer":
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text())
+        vocabulary = content["model"]["vocab"]
+        one, other = [token for token in vocabulary if len(token) == 1 and token.isalpha()][:2]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    elif change == "image_mean":
+        path = next(path for path in folder.glob("*processor_config.json") if "image_mean" in path.read_text())
+        content = json.loads(path.read_text())
+        content.get("image_processor", content)["image_mean"] = [0.5, 0.5, 0.5]
+    elif change == "chat_template":
+        path = folder / "chat_template.jinja"
+        path.write_text(path.read_text().replace("<|im_end|>", "<|im_end|>."))
+        return folder
+    else:
+        path = folder / "config.json"
+        content = json.loads(path.read_text())
+        content.get("text_config", content)[change] = {"rms_norm_eps": 1e-3, "hidden_act": "gelu"}[change]
+    path.write_text(json.dumps(content))
+    return folder
+
+
+SAID = {
+    "tokenizer": r"tokenizer.content \('digest \w+', now 'digest \w+'\)|tokenizer.content \('\w+', now '\w+'\)",
+    "image_mean": r"processor.image_processor.image_mean \(\[0.48145466, .*\], now \[0.5, 0.5, 0.5\]\)",
+    "chat_template": "chat_templates ",
+    "rms_norm_eps": r"config.text_config.rms_norm_eps \(1e-05, now 0.001\)",
+    "hidden_act": r"config.text_config.hidden_act \('silu', now 'gelu'\)",
+}
+
+
+@pytest.mark.parametrize("change", SAID)
+def test_what_rows_become_and_how_the_model_computes_cannot_change(
+    change, small_folder, dataset, uninterrupted, tmp_path
+):
+    """RESUME-20: of equal lengths, so that nothing else tells."""
+    checkpoint = checkpoint_at(uninterrupted[0], 1)
+    model = edited_model(small_folder(FAMILY), tmp_path / "model", change)
+    with pytest.raises(StateMismatch, match=SAID[change]) as refused:
+        train(flags(lambda family: model, tmp_path, dataset, resume_from_checkpoint=checkpoint))
+    assert "\n" not in str(refused.value)
+    assert "VLPACK_RESUME_DATA=restart" in str(refused.value)
+
+
+def test_code_versions_and_variables_may_change_and_a_state_of_before_has_none_of_them(tmp_path, caplog):
+    """RESUME-20: one warning; values that another version sets are in it; nothing is said without a change."""
+    saved = {"packages.transformers": "5.1", "packages.pillow": "1", "code": "digest a", "variables.FPS": "2"}
+    saved |= {"config.rms_norm_eps": 1e-6, "config.of_then": 1}
+    for same in ({}, {"settings": saved}):
+        check_settings(tmp_path, same, {**saved, "config.of_now": 2})
+    assert not caplog.records
+    with pytest.raises(StateMismatch, match=r"another config.rms_norm_eps \(1e-06, now 1\)\. "):
+        check_settings(tmp_path, {"settings": saved}, {**saved, "packages.pillow": "2", "config.rms_norm_eps": 1})
+    now = {name: value for name, value in saved.items() if name != "variables.FPS"}
+    now |= {"packages.transformers": "5.2", "code": "digest b", "variables.MAX_PIXELS": "9", "config.rms_norm_eps": 1}
+    check_settings(tmp_path, {"settings": saved}, now)
+    (line,) = [record.message for record in caplog.records]
+    for said in ("code (", "'5.1', now '5.2'", "variables.FPS ('2', now absent)", "MAX_PIXELS (absent, now '9')"):
+        assert said in line
+    assert "config.rms_norm_eps (1e-06, now 1)" in line
+
+
 def test_options_that_decide_what_is_trained_are_warned_of(small_folder, dataset, uninterrupted, tmp_path, caplog):
     """RESUME-16: with both values, in one line; those of adapter and optimizer stay as they were."""
     whole, _ = uninterrupted
@@ -512,8 +578,8 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
     train(flags(small_folder, tmp_path / "rest", data, **begin))
     expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
     assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
-    assert re.search(rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, but had", caplog.text)
-    assert re.search(r"1 rows that could not be read stay out until the next run: rows:2 ", caplog.text)
+    assert re.search(rf"1 planned row cannot be read .*rows:{lost} .*has file_missing, but had", caplog.text)
+    assert re.search(r"readable again, but out until the next run: 1 row: rows:2 ", caplog.text)
     for epoch in (0, 1):
         report = epoch_report(tmp_path / "rest", epoch)
         assert report["is_closed"]

@@ -7,6 +7,7 @@ import pytest
 
 from swift_vlpack.envelope import signed
 from swift_vlpack.errors import ConfigError, DataError, StateMismatch
+from swift_vlpack.host.same_on_ranks import RanksDiffer
 from swift_vlpack.host.state import FILE, RANK_FILE
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
@@ -279,3 +280,21 @@ def test_stream_of_which_nothing_can_be_read_is_one_clear_error(verify, small_fo
                 streaming="true", max_steps=2,
             )
         )  # fmt: skip
+
+
+FEEDS = {"streamed": {"streaming": "true"}, "buffered": {}, "planned": {}}
+
+
+@pytest.mark.parametrize("kind", FEEDS)
+@pytest.mark.parametrize("what", ["settings that rows are encoded by", "values of the model's config"])
+def test_ranks_compare_settings_for_every_kind_of_feed(kind, what, small_folder, files, tmp_path, monkeypatch):
+    """RANKS-20"""
+    name = {"s": "processor.image_processor.image_mean", "v": "text_config.rms_norm_eps"}[what[0]]
+
+    def gathered_with_another(mine, of):
+        return [mine, {**mine, name: 7}] if of == what else [mine]
+
+    monkeypatch.setenv("VLPACK_PACKING_MODE", "buffer" if kind == "buffered" else "auto")
+    monkeypatch.setattr("swift_vlpack.host.same_on_ranks.gathered", gathered_with_another)
+    with pytest.raises(RanksDiffer, match=rf"do not agree on the {what}: {name}: .* and 7"):
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=files, max_steps=2, **FEEDS[kind]))

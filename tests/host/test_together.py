@@ -24,7 +24,7 @@ from swift_vlpack.host.same_on_ranks import (
     refuse_differences,
 )
 from swift_vlpack.host.state import FILE
-from swift_vlpack.host.together import check_checkpoint, check_deepspeed
+from swift_vlpack.host.together import check_checkpoint, check_deepspeed, check_engine
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.host.lengths.support import ARGS, dataset, source, with_lengths
 from tests.host.lengths.test_ranks import on_two_ranks
@@ -142,6 +142,45 @@ def test_deepspeed_is_resumed_on_as_many_ranks_as_wrote_its_optimizer(is_shared,
         assert "--resume_only_model true" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("files", "engine"),
+    [
+        (["optimizer.pt", "scheduler.pt"], "DDP"),
+        (["global_step8/zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest", "scheduler.pt"], "DeepSpeed"),
+        (["optimizer_0/__0_0.distcp", "pytorch_model_fsdp_0/__0_0.distcp", "scheduler.pt"], "FSDP"),
+        (["optimizer.bin", "pytorch_model_fsdp.bin", "scheduler.pt"], "FSDP"),
+        (["optimizer.pt"], None),
+        (["model.safetensors"], None),
+    ],
+)
+def test_an_optimizer_is_loaded_by_the_engine_that_saved_it(files, engine, tmp_path):
+    """RESUME-21: on every rank; the other ways out are named, and both engines."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for mine in ("DDP", "DeepSpeed", "FSDP"):
+        for error in on_ranks(2, lambda comm, mine=mine: check_engine(tmp_path, mine, comm)):
+            if mine == engine:
+                assert error is None
+                continue
+            assert isinstance(error, ConfigError)
+            said = f"the optimizer of {engine}, which {mine} cannot load" if engine else "no optimizer and schedule"
+            assert said in str(error)
+            assert ("merge-weights" if engine == "FSDP" else "--resume_only_model true") in str(error)
+            assert "\n" not in str(error)
+
+
+def test_checkpoint_without_an_optimizer_is_refused_unless_only_its_model_is_wanted(small_folder, tmp_path):
+    """RESUME-21: it went on with a new optimizer and a schedule from 0."""
+    data = write_jsonl(tmp_path / "rows.jsonl", [text_row(f"question {n}") for n in range(8)])
+    train(flags(small_folder, tmp_path, data, save_only_model="true", max_steps=1))
+    again = {"resume_from_checkpoint": tmp_path / "checkpoint-1", "max_steps": 2}
+    with pytest.raises(ConfigError, match=r"no optimizer and schedule \(--save_only_model true saves none\)"):
+        train(flags(small_folder, tmp_path / "out", data, **again))
+    result = train(flags(small_folder, tmp_path / "out", data, resume_only_model="true", **again))
+    assert result["global_step"] == 2
+
+
 def test_data_that_starts_anew_needs_none_of_our_files(run, tmp_path):
     """RESUME-7: the way out that a damaged state names gets past it."""
     checkpoint = copied(run, 1, tmp_path)
@@ -225,6 +264,8 @@ class Args:
     dataset: list[str] = dataclasses.field(default_factory=list)
     output_dir: str = "/out"
     max_memory: dict[int, str] | None = None
+    dataloader_drop_last: bool = False
+    dataloader_num_workers: int = 0
 
 
 def options(**given):
@@ -239,6 +280,7 @@ def options(**given):
         {"lr_scheduler_kwargs": {"min_lr": 1e-6}},
         {"system": "Say yes/maybe."},
         {"model_type": "qwen2_vl"},
+        {"dataloader_drop_last": True},
     ],
 )
 def test_options_without_a_plain_value_are_compared(given):
@@ -259,6 +301,7 @@ def test_files_are_compared_by_content_and_not_by_path(tmp_path):
     with pytest.raises(RanksDiffer, match=r"external_plugins: .*a file of digest"):
         refuse_differences("options", [same, other])
     elsewhere = {"model": "/other", "dataset": ["/other.jsonl"], "output_dir": "/else", "max_memory": {0: "1GB"}}
+    elsewhere["dataloader_num_workers"] = 4
     refuse_differences("options", [options(), options(**elsewhere)])
 
 

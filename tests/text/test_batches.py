@@ -230,6 +230,32 @@ def test_resume_at_every_batch_has_the_same_future(stream, kind, options, tmp_pa
         assert again.counts == one.counts
 
 
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 1)), ((1, 1), (2, 3)), ((5, 1), (1, 2))])
+def test_resume_with_another_shape_loses_no_row_and_repeats_none(stream, before, after):
+    """TEXT-26: rows of padding are at the end only, and counted as what they are."""
+    source = [one for one in corpus(4, 40, longest=25) if one]
+
+    def fresh(batch_size, accumulation):
+        return FixedBatches(stream(source, packing_mode="bin"), batch_size=batch_size, accumulation=accumulation)
+
+    def rows(batches):
+        ids = np.concatenate([batch["input_ids"].reshape(-1, batch["input_ids"].shape[-1]) for batch in batches])
+        segments = np.concatenate([batch["segment_ids"].reshape(-1, ids.shape[-1]) for batch in batches])
+        return [row.tolist() for row, segment in zip(ids, segments, strict=True) if segment.any()]
+
+    whole = rows(fresh(1, 1))
+    one, again = fresh(*before), fresh(*after)
+    first = list(islice(one, 2))
+    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    rest = list(again)
+    assert rows(first) + rows(rest) == whole
+    made = sum(batch["segment_ids"][..., 0].size for batch in (*first, *rest))
+    counts = again.counts
+    assert counts["padding_rows"] == made - len(whole)
+    size = again.shape[2] + 1
+    assert counts["utilisation"] == pytest.approx((len(whole) * size - counts["padding_tokens"]) / (made * size))
+
+
 def test_a_state_holds_addresses_where_the_source_can_seek(stream, tmp_path):
     """TEXT-26"""
     source = [text(*range(50, 90))] * 30

@@ -2,20 +2,27 @@
 
 import json
 import os
+import re
+import shutil
+import sys
 import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from swift.dataset import load_dataset
+from swift.model import get_model_processor
+from swift.template import get_template
 
 from swift_vlpack.feed.saved_rows import Changes, RunRows, from_bytes
 from swift_vlpack.host.ranks import RanksOfRun
-from swift_vlpack.host.same_on_ranks import RanksDiffer
+from swift_vlpack.host.same_on_ranks import RanksDiffer, check_same_settings
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, dataset, source, texts, with_lengths
+from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, with_lengths
 from tests.images import photo
 
 
@@ -110,21 +117,76 @@ def test_ranks_with_the_same_file_below_other_folders_agree(template, tmp_path):
     assert first[2:] == ([Changes(), Changes()],), first
 
 
-def test_ranks_with_other_settings_are_told_which(template, tmp_path, monkeypatch):
-    """LEN-12: another version of a package, another limit of pixels."""
-    rows = dataset(texts(4))
+@pytest.mark.parametrize("setting", ["package", "pixels", "tokenizer", "processor", "chat template", "helper"])
+def test_ranks_with_other_settings_are_told_which(setting, template, tmp_path, monkeypatch):
+    """RANKS-20: with both values, where these are short. Of plugins, also what they import."""
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin, helper = tmp_path / "plugin.py", tmp_path / f"helper_{setting.replace(' ', '_')}.py"
+    plugin.write_text(f"import {helper.stem}")
+    helper.write_text("x = 1")
 
     def case(rank, template):
         if rank == 1:
-            monkeypatch.setattr("swift_vlpack.lengths.context._version", lambda package: "0.0.1")
-            monkeypatch.setattr(template, "max_pixels", 9999)
-        return with_lengths(source(rows), template, ARGS, str(tmp_path / "cache"))
+            if setting == "package":
+                monkeypatch.setattr("swift_vlpack.lengths.context._version", lambda package: "0.0.1")
+            elif setting == "pixels":
+                monkeypatch.setattr(template, "max_pixels", 9999)
+            elif setting == "tokenizer":
+                template.tokenizer.add_tokens(["a token of one rank"])
+            elif setting == "processor":
+                template.processor.image_processor.image_mean = [0.5, 0.5, 0.5]
+            elif setting == "chat template":
+                template.tokenizer.chat_template = "{{ messages }}"
+            else:
+                (tmp_path / "1").mkdir()
+                monkeypatch.syspath_prepend(tmp_path / "1")
+                (tmp_path / "1" / helper.name).write_text("x = 2")
+        return check_same_settings(template, [str(plugin)])
 
+    said = {
+        "package": "packages.pillow: '.*' and '0.0.1'",
+        "pixels": "settings.max_pixels: None and 9999",
+        "tokenizer": "tokenizer.content: '.*' and '.*'",
+        "processor": r"processor.image_processor.image_mean: \[0.48145466, .*\] and \[0.5, 0.5, 0.5\]",
+        "chat template": "chat_templates: ",
+        "helper": "code: 'digest .*' and 'digest .*'",
+    }
     for kind, message in on_two_ranks(case, template, tmp_path):
         assert kind == RanksDiffer.__name__
-        assert "packages: " in message
-        assert "settings: " in message
-        assert "content: " not in message
+        assert "do not agree on the settings that rows are encoded by: " in message
+        assert re.search(said[setting], message), message
+
+
+def test_ranks_of_other_machines_have_the_same_settings(template, tmp_path):
+    """RANKS-20: with plugins, models and caches in other places, and users, hosts and variables of their own."""
+    folder = template.model_info.model_dir
+
+    def case(rank, template):
+        home = tmp_path / f"home of {rank}"
+        shutil.copytree(folder, home / "model")
+        plugin = home / "plugin.py"
+        plugin.write_text("import os, helper_of_both\nos.environ.get('HOSTNAME'), os.environ.get('MY_NODE')\n")
+        (home / "helper_of_both.py").write_text("x = 1")
+        (home / f"notes_of_{rank}.py").write_text("")
+        names = ("HOME", "HOSTNAME", "USER", "_", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "PYTHONPATH", "MY_NODE")
+        os.environ |= dict.fromkeys((*names, "MODELSCOPE_CACHE", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES"), str(home))
+        sys.path.insert(0, str(home))
+        # The code of other models that this machine has cached, beside that of the one it trains.
+        remote = home / "modules" / "transformers_modules" / "mine" / "a1b2"
+        for package in (remote, remote.parent, remote.parent.parent, remote.parent.parent.parent):
+            package.mkdir(parents=True, exist_ok=True)
+            (package / "__init__.py").touch()
+        (remote / "processing_mine.py").write_text("class Mine: pass")
+        (remote.parent / f"model_of_{rank}.py").write_text(f"# {rank}")
+        _, processor = get_model_processor(
+            str(home / "model"), model_type=FAMILY, use_hf=True, load_model=False, torch_dtype=torch.float32
+        )
+        made = get_template(processor, template_type=FAMILY, max_length=2048)
+        return sorted(check_same_settings(made, [str(plugin), str(remote / "processing_mine.py")]))
+
+    first, second = on_two_ranks(case, template, tmp_path)
+    assert first == second
+    assert "tokenizer.content" in first, first
 
 
 def test_ranks_of_other_machines_and_users_agree(template, tmp_path):
