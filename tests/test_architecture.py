@@ -17,7 +17,19 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "swift_vlpack"
 NUMBERS = ("plan", "runlog")
 TENSORS = ("rows", "lengths", "attention", "feed", "proof")
-BASE = ("config", "gone", "reasons", "errors", "files", "json_lines", "envelope", "comm", "words", "yaml_files")
+BASE = (
+    "config",
+    "gone",
+    "reasons",
+    "errors",
+    "files",
+    "json_lines",
+    "lines",
+    "envelope",
+    "comm",
+    "words",
+    "yaml_files",
+)
 HEAVY_OF_HOST = ("swift", "torch", "transformers")
 
 

@@ -36,7 +36,7 @@ def test_version_is_the_same_wherever_it_stands():
     version, date = sections[1]
     assert version == swift_vlpack.__version__
     assert re.fullmatch(r" - \d{4}-\d\d-\d\d", date)
-    assert f"swift-vlpack  {version}, python" in text_of("docs/commands.md")
+    assert f"swift-vlpack {version}, python" in text_of("docs/commands.md")
     cited = yaml.safe_load(text_of("CITATION.cff"))
     assert (cited["version"], f" - {cited['date-released']}") == (version, date)
 
