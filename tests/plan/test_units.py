@@ -118,6 +118,13 @@ def test_sharing_saves_what_is_repeated():
         assert plan.packs.patches_of_members.sum() == sum(4 * rows[0][0] for rows in of_image.values())
 
 
+def test_unit_counts_prefix_and_media_once():
+    """SHARE-3: two units of 200 tokens and one image each fill a pack of 400 tokens and two images."""
+    rows = np.array([(image, 100, 150, 1, 400) for image in (1, 1, 2, 2)])
+    made = plan_epoch(recipe_of(rows, packing_length=400, packing_max_images=2), 0)
+    assert [sorted(pack) for pack in made.packs] == [[0, 1, 2, 3]]
+
+
 def test_units_are_drawn_anew_each_epoch_and_follow_from_the_seed():
     """SHARE-3"""
     for rng in cases(5):

@@ -466,7 +466,7 @@ def test_a_held_document_that_has_lost_tokens_is_refused(stream, mode):
 
 
 def test_a_state_of_something_else_is_refused_by_name(stream, tokenizer, tmp_path):
-    """TEXT-26"""
+    """TEXT-26 STATE-3"""
     path = tmp_path / "a.txt"
     path.write_text("w1 w2\nw3\n" * 9)
     one = stream(path)
@@ -483,8 +483,11 @@ def test_a_state_of_something_else_is_refused_by_name(stream, tokenizer, tmp_pat
         stream(path).load_state_dict(state)
     with pytest.raises(StateMismatch, match="not a text stream state"):
         stream(path).load_state_dict(FixedBatches(stream(path), batch_size=1).state_dict())
-    with pytest.raises(StateMismatch, match="damaged"):
-        stream(path).load_state_dict({**stream(path).state_dict(), "state": {"documents": 3}})
+    for fresh in (lambda: stream(path), lambda: FixedBatches(stream(path), batch_size=1)):
+        saved = fresh().state_dict()
+        saved["state"]["counts"]["windows"] = 3
+        with pytest.raises(StateMismatch, match="damaged: the digest of the saved"):
+            fresh().load_state_dict(saved)
 
 
 @pytest.mark.parametrize("option", ["mask_boundary_loss", "train_on_eos"])
