@@ -54,6 +54,8 @@ class SavedSource(NamedTuple):
     """The sizes of all rows."""
     contents: NDArray[np.uint64]
     """Digests of the rows `rows_with_digest(num_rows)`."""
+    numbers: NDArray[np.int64]
+    """Numbers of these rows in their file. Earlier versions read them."""
     prefixes: SharedPrefixes | None = None
     """The key and length of the prefix of each row; None if the run shares no prefixes."""
 
@@ -126,7 +128,8 @@ class RunRows:
 def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
     """Collect what a checkpoint saves of a source. Without lengths, as in buffer mode, the sizes are 0."""
     sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
-    return SavedSource(source.name, sizes, contents, source.prefixes)
+    numbers = np.array([source.row_number(at) for at in rows_with_digest(len(source.rows)).tolist()], dtype=np.int64)
+    return SavedSource(source.name, sizes, contents, numbers, source.prefixes)
 
 
 def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
@@ -202,13 +205,14 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
     names = [source.name for source in sources]
     reasons = sorted({reason for source in sources for reason in source.sizes.failures.values()})
     arrays: dict[str, NDArray[Any]] = {"names": np.array(names, str), "reasons": np.array(reasons, str)}
-    for number, (_, sizes, contents, prefixes) in enumerate(sources):
+    for number, (_, sizes, contents, numbers, prefixes) in enumerate(sources):
         failed = sorted(sizes.failures)
         # Use fixed sizes and byte order: a checkpoint may be resumed on another kind of machine.
         arrays[f"sizes{number}"] = sizes.columns.astype("<i4")
         arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
         arrays[f"reason{number}"] = np.array([reasons.index(sizes.failures[at]) for at in failed], dtype="<i4")
         arrays[f"contents{number}"] = contents.astype("<u8")
+        arrays[f"numbers{number}"] = numbers.astype("<i8")
         if sizes.cut is not None:
             arrays |= {f"{name}{number}": one.astype("<i8") for name, one in zip(_CUT, sizes.cut.arrays, strict=True)}
         if prefixes is not None:
@@ -237,7 +241,7 @@ def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str) -> Saved
         prefixes = SharedPrefixes(key.astype(np.uint64), length.astype(np.int32))
     failures = dict(zip(arrays[f"failed{number}"].tolist(), reasons, strict=True))
     sizes = LengthIndex(arrays[f"sizes{number}"].astype(np.int64), failures, cut=cut)
-    return SavedSource(name, sizes, arrays[f"contents{number}"], prefixes)
+    return SavedSource(name, sizes, arrays[f"contents{number}"], arrays[f"numbers{number}"], prefixes)
 
 
 # -- compare with the present rows ------------------------------------------------------------------------------------
