@@ -48,7 +48,6 @@ ENCODING = (
 """Beginnings of settings that a resume refuses to change: they decide what rows become and how the model computes."""
 SETS_ENCODING = ("packages.transformers", "packages.tokenizers", "packages.ms-swift")
 SAVED_SETTINGS = (*ENCODING, "packages.", "code", "variables.")
-"""Beginnings of the settings that are saved."""
 
 
 class StateNotSaved(VLPackError):

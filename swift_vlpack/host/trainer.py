@@ -358,6 +358,9 @@ class PackingTrainer(EvaluatesRows):
         return "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else "DDP"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        has_parts = any(Path(resume_from_checkpoint).glob("pytorch_model_fsdp*"))
+        if self._engine == "FSDP" and self.args.resume_only_model and not has_parts:
+            return  # ms-swift has loaded the model from the checkpoint, whose whole weights FSDP cannot read
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self._engine == "DDP":  # FSDP and DeepSpeed have formats of their own
             load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
