@@ -134,10 +134,7 @@ def _warn_of_changes(checkpoint: Path, args: Any, config: PackingConfig, saved: 
 def check_engine(checkpoint: Path, engine: str, comm: Comm) -> None:
     """Refuse a checkpoint whose optimizer this engine would not load: transformers may go on with a new one."""
     for found in set(comm.results_of_all(lambda: engine_of(checkpoint))) - {engine}:
-        only_model = (
-            "--resume_only_model true, which goes on at the same data with the saved weights, a new optimizer and a "
-            "schedule from its beginning"
-        )
+        only_model = "--resume_only_model true: the data goes on, with the saved weights and a new optimizer"
         if found is None:
             raise ConfigError(
                 f"{checkpoint} has no optimizer and schedule (--save_only_model true saves none); resume from a "

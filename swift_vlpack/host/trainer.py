@@ -337,7 +337,7 @@ class PackingTrainer(EvaluatesRows):
         refuse_differences("saved state of the data", [state or {} for state in everyone])
         if (saved := everyone[0]) is None:
             return
-        check_settings(checkpoint, saved, self._settings)
+        check_settings(checkpoint, saved, self._settings, model=self.template.model_info.model_dir)
         rank = self.args.process_index
         is_of_rank = self.feed.rank_state() is not None
         rank_state = results_of_all(lambda: load_rank_state(checkpoint, rank, step) if is_of_rank else None)[rank]

@@ -324,8 +324,13 @@ def _version(package: str) -> str | None:
 
 def _digest_of_tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    # Digest the tokenizer in memory and not its file, because tokens may have been added since it was loaded.
-    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    # Digest the tokenizer in memory and not its file, because tokens may have been added since it was loaded. Leave out
+    # what comes before the tokens: a call may set padding, and a saved copy keeps it.
+    text = (
+        backend.to_str().partition('"added_tokens"')[2]
+        if backend is not None
+        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
