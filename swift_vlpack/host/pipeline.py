@@ -77,7 +77,10 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     logger.info(f"packing: {config}")
     use_attention(pipeline.model, args.attn_impl)
     with listing(Path(args.output_dir) / FOLDER / left_out.FILE) if is_master() else nullcontext():
+        # Before any row is encoded: encoding may change what templates and plugins hold.
+        settings = check_same_settings(template, args.external_plugins or [])
         feed, val_rows = build_feed(args, template, config)
+        feed.settings = settings
         check_same_validation(val_rows, RanksOfRun())
         # Check now: the length pass has seen all rows, so if a mount is gone, most of them have failed.
         check_measured(feed.sources, config.packing_max_failed_share)
@@ -101,21 +104,16 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
                 f"packing_share=media shares nothing under --loss_scale {args.loss_scale}: every token is a target, "
                 "and only tokens before the first target are shared; leave one of them out"
             )
-    # Before any row is encoded: encoding may change what templates and plugins hold.
-    settings = check_same_settings(template, args.external_plugins or [])
-    feed: Feed
     if plans_ahead(args):
         sources, val_rows = load_sources(args, config)
-        feed = planned_feed(measured_rows(sources, template, args, config), template, args, config)
-    else:
-        rows, val_rows = _unmeasured_rows(args, template, config)
-        packs = StreamedPackingDataset(
-            rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
-        )
-        num_workers = args.training_args.dataloader_num_workers
-        feed = StreamedFeed(packs, num_workers, unpacked_batch_size=unpacked_batch_size(args))
-    feed.settings = settings
-    return feed, val_rows
+        return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
+    rows, val_rows = _unmeasured_rows(args, template, config)
+    packs = StreamedPackingDataset(
+        rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
+    )
+    return StreamedFeed(
+        packs, args.training_args.dataloader_num_workers, unpacked_batch_size=unpacked_batch_size(args)
+    ), val_rows
 
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:

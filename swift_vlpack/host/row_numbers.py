@@ -24,8 +24,6 @@ ROW = "vlpack_row"
 LEFT_OUT = "ms-swift's loader or preprocess_func left the row out"
 NUM_CAUSES = 1000
 """Most deleted rows of a data set whose cause is looked for."""
-NUM_CHARACTERS = 300
-"""Most characters of a cause, which may show all of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class NumberedPreprocess:
             return self._preprocess_func(dataset, **kwargs)
         rows, numbers = _preprocessed(self._preprocess_func, dataset, kwargs)
         lost = [] if numbers is None else np.setdiff1d(np.arange(len(dataset)), numbers)[:NUM_CAUSES].tolist()
-        causes = _causes(self._preprocess_func, dataset.select(lost), kwargs) if lost else []
+        causes = _causes(self._preprocess_func, dataset.select(lost)) if lost else []
         self._calls.append(PreprocessedRows(len(dataset), numbers, dict(zip(lost, causes, strict=False))))
         return rows
 
@@ -98,7 +96,7 @@ def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
     return numbering
 
 
-def _causes(preprocess_func: Any, deleted: Dataset, kwargs: dict[str, Any]) -> Iterator[str]:
+def _causes(preprocess_func: Any, deleted: Dataset) -> Iterator[str]:
     """Yield why ms-swift deleted each of these rows, by doing it again; nothing for code of the user."""
     if type(preprocess_func) is AutoPreprocessor:
         deleted = RowPreprocessor.safe_rename_columns(deleted, preprocess_func.columns)
@@ -106,8 +104,7 @@ def _causes(preprocess_func: Any, deleted: Dataset, kwargs: dict[str, Any]) -> I
     if not type(preprocess_func).__module__.startswith("swift."):
         return
     again = copy.deepcopy(preprocess_func)
-    for columns in [again.origin_columns, *([again.columns] if kwargs.get("enable_auto_mapping") else [])]:
-        deleted = RowPreprocessor.safe_rename_columns(deleted, columns)
+    deleted = RowPreprocessor.safe_rename_columns(deleted, again.columns)
     logger, level = get_logger(), get_logger().level
     logger.setLevel(logging.ERROR)  # ms-swift has logged the rows already
     try:
@@ -120,9 +117,9 @@ def _cause(preprocessor: RowPreprocessor, batch: dict[str, list[Any]]) -> str:
     try:
         preprocessor.batched_preprocess(copy.deepcopy(batch), strict=True, ignore_max_length_error=False)
     except Exception as error:  # whatever ms-swift takes for a reason to delete a row
-        return f"ms-swift's loader deleted the row: {type(error).__name__}: {error}"[:NUM_CHARACTERS]
+        return f"ms-swift's loader deleted the row: {type(error).__name__}: {error}"[:300]
     given = {name: value for name, (value,) in batch.items() if value is not None}
-    return f"ms-swift's {type(preprocessor).__name__} makes nothing of the row {given}"[:NUM_CHARACTERS]
+    return f"ms-swift's {type(preprocessor).__name__} makes nothing of the row {given}"[:300]
 
 
 class _NumberedRow:

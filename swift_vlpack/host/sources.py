@@ -77,13 +77,6 @@ class _Loading:
         return np.concatenate(found) if is_known and found and self.meta.loader is DatasetLoader else None
 
     @property
-    def causes(self) -> dict[int, str]:
-        """Return why ms-swift deleted rows, by their number among all rows that were read."""
-        firsts = np.cumsum([0, *(call.num_read for call in self.calls)]).tolist()
-        both = zip(firsts, self.calls, strict=False)
-        return {first + row: said for first, call in both for row, said in call.causes.items()}
-
-    @property
     def num_read(self) -> int:
         """Return the number of rows in the file."""
         return sum(call.num_read for call in self.calls)
@@ -343,7 +336,8 @@ def _deleted_rows(one: _Loading) -> dict[int, str] | None:
         )
         return None
     lost: list[int] = np.setdiff1d(np.arange(one.num_read), numbers).tolist()
-    causes = one.causes
+    both = zip(np.cumsum([0, *(call.num_read for call in one.calls)]).tolist(), one.calls, strict=False)
+    causes = {first + row: said for first, call in both for row, said in call.causes.items()}
     if lost:
         shown = ", ".join(str(row + 1) for row in lost[:NUM_LOST_NAMED]) + (
             ", ..." if len(lost) > NUM_LOST_NAMED else ""

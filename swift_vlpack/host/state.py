@@ -40,7 +40,6 @@ ENCODING = (
 """Beginnings of settings that a resume refuses to change: they decide what rows become and how the model computes."""
 SETS_ENCODING = ("packages.transformers", "packages.tokenizers", "packages.ms-swift")
 SAVED_SETTINGS = (*ENCODING, "packages.", "code", "variables.")
-"""Beginnings of the settings that are saved."""
 
 
 class StateNotSaved(VLPackError):
@@ -160,11 +159,13 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_settings(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_settings(
+    checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, model: str | None = None
+) -> None:
     """Refuse another tokenizer, processor, chat template or model config than the saved one. Warn of other changes.
 
     Code, packages and variables may change. A package that sets such values may set others in another version, so then
-    these are only warned of, too.
+    these are only warned of, too; and so may saving, where the checkpoint itself is the folder `model`.
     """
     then = saved.get("settings") or now  # states of before have none
     both = {*then} & {*now}  # a version may know more names than another
@@ -174,7 +175,8 @@ def check_settings(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str,
         if name in both or not name.startswith(ENCODING)
     }
     refused = [said for name, said in changed.items() if name.startswith(ENCODING)]
-    if refused and not {*changed} & {*SETS_ENCODING}:
+    is_copy = model is not None and Path(model).resolve() == checkpoint.resolve()
+    if refused and not is_copy and not {*changed} & {*SETS_ENCODING}:
         raise StateMismatch(f"{checkpoint / FILE} was written with another {', '.join(refused)}. {WAY_OUT}")
     if changed and is_master():
         logger.warning(f"{checkpoint} was written with another {', '.join(changed.values())}; the run goes on")

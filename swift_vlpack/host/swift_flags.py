@@ -117,9 +117,7 @@ def known_values(option: str) -> frozenset[str]:
 def registered_values(option: str) -> frozenset[str]:
     """Return the values of an option of `VALUES` with those that plugins have registered, by importing ms-swift."""
     module, name, more = VALUES[option]
-    known: Any = getattr(importlib.import_module(module), name, None)
-    if not known:
-        return frozenset()
+    known: Any = getattr(importlib.import_module(module), name)
     return frozenset((*more, *(known if isinstance(known, dict) else (one.value for one in known))))
 
 

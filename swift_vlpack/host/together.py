@@ -34,7 +34,6 @@ OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "i
 _PART_OF_DEEPSPEED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 """The name that DeepSpeed gives to the part of the optimizer that a rank saves."""
 _GIVEN_BY = {"DeepSpeed": "--deepspeed", "FSDP": "--fsdp", "DDP": "neither --deepspeed nor --fsdp"}
-"""How a run is told to train by an engine."""
 NUM_DAMAGES_NAMED = 5
 DECIDING = (
     *("loss_", "is_binary_loss_scale", "label_smoothing_factor", "enable_dft_loss", "router_aux_loss_coef", "neftune_"),
@@ -133,18 +132,9 @@ def _warn_of_changes(checkpoint: Path, args: Any, config: PackingConfig, saved: 
 
 
 def check_engine(checkpoint: Path, engine: str, comm: Comm) -> None:
-    """Refuse a checkpoint whose optimizer this engine would not load.
-
-    transformers would go on in silence, with a new optimizer and a schedule from its beginning, or end without a word
-    of the engine.
-    """
-    for found in comm.results_of_all(lambda: engine_of(checkpoint)):
-        if found == engine:
-            continue
-        only_model = (
-            "--resume_only_model true, which goes on at the same data with the saved weights, a new optimizer and a "
-            "schedule from its beginning"
-        )
+    """Refuse a checkpoint whose optimizer this engine would not load: transformers may go on with a new one."""
+    for found in set(comm.results_of_all(lambda: engine_of(checkpoint))) - {engine}:
+        only_model = "--resume_only_model true: the data goes on, with the saved weights and a new optimizer"
         if found is None:
             raise ConfigError(
                 f"{checkpoint} has no optimizer and schedule (--save_only_model true saves none); resume from a "

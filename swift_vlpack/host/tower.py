@@ -49,15 +49,11 @@ def tolerate_packs_without_images(model: Any, training_args: Any) -> None:
         num_ranks() > 1
         and training_args.ddp_find_unused_parameters is None
         and not checkpointing.get("use_reentrant")
-        and _trains_vision(model)
+        and _trained_of_vision(model)
     ):
         training_args.ddp_find_unused_parameters = True
     if training_args.fsdp:
         _enter_tower_under_fsdp()
-
-
-def _trains_vision(model: Any) -> bool:
-    return bool(_trained_of_vision(model))
 
 
 def _trained_of_vision(model: Any) -> list[torch.nn.Parameter]:
@@ -90,10 +86,9 @@ def _or_fsdp(is_deepspeed_enabled: Any) -> Any:
 
 
 def drop_gradients_of_empty_images(model: Any) -> None:
-    """Leave the tower alone in a step in which it has seen nothing but empty images that FSDP needed.
+    """Give the tower no gradient in a step of nothing but empty images for FSDP, as un-packed and under DDP.
 
-    Their gradients are zeros, with which an optimizer would move the tower by its momentum. Without packing, and under
-    DDP, the tower has no gradient in such a step.
+    Their gradients are zeros, with which an optimizer would move the tower by its momentum.
     """
     if not _empty_image_shown.is_set():
         return

@@ -339,7 +339,7 @@ class PackingTrainer(EvaluatesRows):
         refuse_differences("saved state of the data", [state or {} for state in everyone])
         if (saved := everyone[0]) is None:
             return
-        check_settings(checkpoint, saved, self._settings)
+        check_settings(checkpoint, saved, self._settings, model=self.template.model_info.model_dir)
         rank = self.args.process_index
         is_of_rank = self.feed.rank_state() is not None
         rank_state = results_of_all(lambda: load_rank_state(checkpoint, rank, step) if is_of_rank else None)[rank]
@@ -360,6 +360,9 @@ class PackingTrainer(EvaluatesRows):
         return "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else "DDP"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        has_parts = any(Path(resume_from_checkpoint).glob("pytorch_model_fsdp*"))
+        if self._engine == "FSDP" and self.args.resume_only_model and not has_parts:
+            return  # ms-swift has loaded the model from the checkpoint, whose whole weights FSDP cannot read
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self._engine == "DDP":  # FSDP and DeepSpeed have formats of their own
             load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))

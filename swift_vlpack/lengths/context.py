@@ -57,12 +57,11 @@ them."""
 _NOT_OF_CONFIG = re.compile(
     r"_\w*|\w*dtype|attn_implementation|transformers_version|architectures|auto_map|use_cache|return_dict"
     r"|output_\w+|gradient_checkpointing|(pad|bos|eos)_token_id|num_labels|id2label|label2id|problem_type"
+    r"|router_aux_loss_coef|name_or_path|quantization_config"
 )
-"""Config values that are not in the key: training changes them, or they say how a model computes."""
-_OF_LANGUAGE = re.compile(r"(text|llm|language|quantization|talker)_config")
+"""Config values that are not compared: training and options, which are compared themselves, change them."""
+_OF_LANGUAGE = re.compile(r"(text|llm|language|talker)_config")
 """Configs that are not in the key, because no length depends on the language model."""
-_SET_BY_OPTIONS = re.compile(r"router_aux_loss_coef|name_or_path|quantization_config")
-"""Config values that ms-swift writes, from options that are compared themselves."""
 _OF_VISION = re.compile("vision|visual|vit|image|audio")
 _READ = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 """The ways in which ms-swift reads a variable. `get_env_args` takes names in lower case as well."""
@@ -82,10 +81,6 @@ _OF_A_PROCESS = re.compile(
 )
 """Variables by which launchers, shells and loggers tell processes apart: never in the key, whoever names them. They
 differ between the ranks of a run, or between `vlpack plan` and the run, but lengths do not."""
-_ALL_REMOTE_CODE = "transformers_modules"
-"""The package into which transformers puts the code of all models, each revision in a folder of its own."""
-_LONGEST_SHOWN = 80
-"""Characters of a value that is shown as it is."""
 MAY_DIFFER = ("variables of plugins", "files beside plugins")
 """Dependencies that may differ between ranks. Each rank then has keys of its own, and measures its rows under them."""
 
@@ -174,8 +169,8 @@ def _beside(file: str) -> Iterator[str]:
         for made in folder.glob("*/__init__.py"):
             yield from _files_of_package(made.parent)
         return
-    # The code of a model lies in a package of all models and revisions that this machine has cached.
-    while (folder.parent / "__init__.py").is_file() and _ALL_REMOTE_CODE not in folder.parts:
+    # transformers puts the code of all models and revisions that this machine has cached into one package.
+    while (folder.parent / "__init__.py").is_file() and "transformers_modules" not in folder.parts:
         folder = folder.parent
     yield from _files_of_package(folder)
 
@@ -285,7 +280,7 @@ def values_of_config(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return all values of a model's config by dotted name, also those by which a language model computes."""
     found: dict[str, Any] = {}
     for name, value in vars(config).items() if config is not None else ():
-        if _NOT_OF_CONFIG.fullmatch(name) or _SET_BY_OPTIONS.fullmatch(name):
+        if _NOT_OF_CONFIG.fullmatch(name):
             continue
         if hasattr(value, "to_dict"):
             found |= values_of_config(value, f"{prefix}{name}.")
@@ -329,8 +324,13 @@ def _version(package: str) -> str | None:
 
 def _digest_of_tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    # Digest the tokenizer in memory and not its file, because tokens may have been added since it was loaded.
-    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    # Digest the tokenizer in memory and not its file, because tokens may have been added since it was loaded. Leave out
+    # what comes before the tokens: a call may set padding, and a saved copy keeps it.
+    text = (
+        backend.to_str().partition('"added_tokens"')[2]
+        if backend is not None
+        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -351,7 +351,7 @@ def by_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             found |= by_name(value, f"{prefix}{name}." if name else prefix)
             continue
         text = json.dumps(value, sort_keys=True, default=plain)
-        found[f"{prefix}{name}"] = json.loads(text) if len(text) <= _LONGEST_SHOWN else f"digest {digest_of(value, 4)}"
+        found[f"{prefix}{name}"] = json.loads(text) if len(text) <= 80 else f"digest {digest_of(value, 4)}"
     return found
 
 

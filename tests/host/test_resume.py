@@ -399,6 +399,9 @@ def test_code_versions_and_variables_may_change_and_a_state_of_before_has_none_o
     assert not caplog.records
     with pytest.raises(StateMismatch, match=r"another config.rms_norm_eps \(1e-06, now 1\)\. "):
         check_settings(tmp_path, {"settings": saved}, {**saved, "packages.pillow": "2", "config.rms_norm_eps": 1})
+    check_settings(tmp_path, {"settings": saved}, {**saved, "config.rms_norm_eps": 1}, model=str(tmp_path))
+    assert "config.rms_norm_eps (1e-06, now 1)" in caplog.text, "--resume_only_model, whose model is the saved copy"
+    caplog.clear()
     now = {name: value for name, value in saved.items() if name != "variables.FPS"}
     now |= {"packages.transformers": "5.2", "code": "digest b", "variables.MAX_PIXELS": "9", "config.rms_norm_eps": 1}
     check_settings(tmp_path, {"settings": saved}, now)
