@@ -264,7 +264,7 @@ def _of_source(
     """Return the rows of a source that changed, by kind: their number, and what to say of each."""
     num_then, num_now = len(saved.sizes), len(source.rows)
     if num_then != num_now:
-        return {"texts": (1, iter([f"{source.name} has {num_now} rows, but {num_then} were saved"]))}
+        return {"texts": (1, iter([_first_of_another_number(saved, source, contents)]))}
     others = rows_with_digest(num_now)[saved.contents != contents].tolist()
     found: dict[str, tuple[int, Iterator[str]]]
     found = {"texts": (len(others), (f"{_place(source, at)} is not the row that was saved" for at in others))}
@@ -281,6 +281,24 @@ def _of_source(
         return f"{_place(source, at)} has {_size(sizes, at)}, but had {_size(saved.sizes, at)} in the saved run"
 
     return found | {kind: (len(rows), map(said, rows)) for kind, rows in kinds.items()}
+
+
+def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:
+    num_then, num_now = len(saved.sizes), len(source.rows)
+    said = f"{source.name} has {num_now} rows, but {num_then} were saved"
+    if max(num_then, num_now) > NUM_ROWS_WITH_DIGEST:  # too many rows: the digests are of different rows then
+        return said
+    then = dict(zip(saved.numbers.tolist(), saved.contents.tolist(), strict=True))
+    at_number = {source.row_number(at): at for at in range(num_now)}
+    now = {number: int(contents[at]) for number, at in at_number.items()}
+    differing = [number for number in sorted({*then, *now}) if then.get(number) != now.get(number)]
+    if not differing:
+        return said
+    number = differing[0]
+    where = (
+        _place(source, at_number[number]) if number in now else f"row {number + 1} of the saved run, which is missing,"
+    )
+    return f"{said}; they differ from {where} on"
 
 
 def _place(source: RowSource, at: int) -> str:

@@ -89,7 +89,13 @@ def test_other_rows_are_named():
     other.rows[17] = {**other.rows[17], **text_row("another")}
     assert str(compared(source(), other).texts).startswith("photos:17 (/data/photos.jsonl row 18, ")
     fewer = replace(source(), rows=source().rows[:-1], sizes=None)
-    assert str(compared(source(), fewer).texts) == "photos has 39 rows, but 40 were saved"
+    assert (
+        "photos has 39 rows, but 40 were saved; they differ from row 40 of the saved run, which is missing, on"
+        in str(compared(source(), fewer).texts)
+    )
+    order = np.random.default_rng(0).permutation(39)
+    shuffled = replace(fewer, rows=[fewer.rows[at] for at in order], row_numbers=order)
+    assert "differ from row 40 of the saved run, which is missing, on" in str(compared(source(), shuffled).texts)
     packed_as_they_come = replace(source(), sizes=None)
     assert compared(packed_as_they_come, packed_as_they_come) == saved_rows.Changes()
 
