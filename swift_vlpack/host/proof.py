@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,15 @@ from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.host.garbage import give_back_memory
 from swift_vlpack.host.ranks import results_of_all
 from swift_vlpack.proof.first_batch import FirstSequence, encoded_again
-from swift_vlpack.proof.in_training import measure_in_training
-from swift_vlpack.proof.passes import CannotSee, Passes
-from swift_vlpack.proof.prove import is_ordinary_token, proof_of, prove_in_training, wrong_first_batch
+from swift_vlpack.proof.gradients import Parameters
+from swift_vlpack.proof.prove import (
+    compared_in_training,
+    is_ordinary_token,
+    line_of_first_batch,
+    proof_of,
+    wrong_first_batch,
+)
+from swift_vlpack.proof.runner import CannotSee, Runner
 from swift_vlpack.proof.same_inputs import wrong_in_first_batch, wrong_without_samples
 from swift_vlpack.proof.verdict import Proof
 
@@ -31,7 +36,7 @@ def prove_isolation(trainer: Any) -> Proof:
     context = trainer.compute_loss_context_manager
     with waiting("the isolation proof"):  # the forwards of wrapped models exchange data between ranks
         try:
-            return proof_of(
+            proof = proof_of(
                 model_of(trainer),
                 trainer.template,
                 trainer.feed.packs,
@@ -40,6 +45,8 @@ def prove_isolation(trainer: Any) -> Proof:
             )
         finally:
             give_back_memory()
+    trainer.limits_of_rounding = proof.limits  # for the first batch
+    return proof
 
 
 def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
@@ -51,26 +58,43 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
     batch = max(batches, key=_size)  # with prefixes if any has some; then most samples, so most boundaries
     sequences: list[FirstSequence] = []  # filled with that of this rank; batches are not sent to other ranks
     results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch)), "the first batch")
+    sequence, model = sequences[0], unwrapped(model_of(trainer))
     try:
         with _unseen(trainer):
-            loss, has_engine = partial(_loss, trainer, batch, num_items), trainer.is_deepspeed_enabled
-            passes = Passes(unwrapped(model_of(trainer)), loss, _scale_of(trainer), has_engine=has_engine)
-            measured = measure_in_training(
-                passes, sequences[0], lambda work: results_of_all(work, "the first batch in training")
+            parameters = Parameters(
+                model, all_trained=True, has_engine=trainer.is_deepspeed_enabled, tokens=sequence.inputs["input_ids"]
             )
+            loss = partial(_loss, trainer, batch, num_items)
+            is_ordinary = is_ordinary_token(trainer.template.tokenizer)
+            runner = Runner(model, sequence, is_ordinary, loss=loss, scale=_scale_of(trainer))
+            compared = compared_in_training(runner, sequence, parameters, _on_all)
     except CannotSee as error:  # raised on all ranks, because they have the same model
         return f"isolation in training: of the first batch only tokens, labels and boundaries are verified ({error})"
     except Exception as error:
         error.add_note("This was the proof on the first batch, before step 1; packing_verify=false trains without it.")
         raise
+    not_looked_at = []
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
-        measured = replace(
-            measured, not_looked_at=(*measured.not_looked_at, "the loss that balances experts over the sequence")
-        )
+        not_looked_at.append("the loss that balances experts over the sequence")
     lines: list[str] = []
-    results_of_all(lambda: lines.append(prove_in_training(measured)), "the first batch in training")
+    limits = getattr(trainer, "limits_of_rounding", None)
+    results_of_all(
+        lambda: lines.append(line_of_first_batch(compared, limits, sequence, parameters, not_looked_at)), _FIRST
+    )
     give_back_memory()
     return lines[0]
+
+
+_FIRST = "the first batch in training"
+
+
+def _on_all(work: Callable[[], Any], *, is_collective: bool = False) -> list[Any]:
+    """Return the results of all ranks; a rank that fails within a collective raises at once, the others name it."""
+    if not is_collective:
+        return results_of_all(work, _FIRST)
+    with waiting(_FIRST):
+        result = work()
+    return results_of_all(lambda: result, _FIRST)
 
 
 def _size(batch: Batch) -> tuple[bool, int, int]:
@@ -95,7 +119,7 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
     if wrong:
         cause = "the collator, or a dataloader worker, makes another batch than its samples are"
         raise wrong_first_batch(cause, f"{record}: {wrong}")
-    return FirstSequence(batch, record, samples, template, is_ordinary_token(template.tokenizer))
+    return FirstSequence(batch, record, samples, template)
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from swift_vlpack.proof.measure import affordable
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import prove as prove_module
 from swift_vlpack.proof.branches import PREFIX, boundaries_of, units_in
 from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_samples, tokens_of_epoch
-from swift_vlpack.proof.measure import affordable
 from swift_vlpack.rows.contents import contents_of
 from tests.data_rows import image_row, text_row
 from tests.host.feed.test_units import fused
