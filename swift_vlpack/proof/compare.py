@@ -236,8 +236,8 @@ class _Comparison:
             moved |= {at: self.gap(original, at, after, at) for at in staying}
             num_changed += sum(self.gap(original, at, after, at).most > 0 for at in changing)
             if backward and self.parameters is not None:
-                before_and_after = [_at_tokens(ran, self.watched) for ran in (original, after)]
-                of_changed = _apart(*before_and_after, original.gradient, after.gradient)
+                expected, found = (_at_tokens(ran, self.watched) for ran in (original, after))
+                of_changed = _apart(expected, found, original.gradient, after.gradient)
         blind = self._other_prefixes(original, moved) if has_units else []
         repeated = Gap(0.0, 0.0)
         if self.is_sharded or any(not gap.most <= 0 for gap in moved.values()):
@@ -382,10 +382,12 @@ def _at_tokens(ran: Ran, watched: Sequence[int]) -> dict[str, torch.Tensor | Non
     made: dict[str, torch.Tensor | None] = {}
     for name in _AT_TOKENS:
         value = getattr(ran, name)
-        made[name] = None if value is None else torch.zeros_like(value, dtype=torch.float32)
+        if value is None:
+            made[name] = None
+            continue
+        kept = made[name] = torch.zeros_like(value, dtype=torch.float32)
         for slot in (ran.slots[at] for at in watched):
-            if value is not None:
-                made[name][slot.row, slot.places] = value[slot.row, slot.places].float()
+            kept[slot.row, slot.places] = value[slot.row, slot.places].float()
     return made
 
 

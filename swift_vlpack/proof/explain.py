@@ -258,8 +258,8 @@ class _Seen:
             others = self._changed(at, change)
             if others is not None:
                 after = self.packed([others.get(n, s) for n, s in enumerate(self.sequence)])
-                states = ([ran.of(n) for n in range(len(self.sequence))] for ran in (before, after))
-                wrong = _wrong(*states, _NOT_MOVED)
+                ones, twos = ([ran.of(n) for n in range(len(self.sequence))] for ran in (before, after))
+                wrong = _wrong(ones, twos, _NOT_MOVED)
                 found.update({(at, moved): tokens for moved, tokens in wrong.items() if moved not in others})
         return found
 

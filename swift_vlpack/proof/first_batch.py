@@ -134,8 +134,9 @@ class FirstSequence:
         with layout(self.template, packed=False):
             made: dict[str, Any] = self.template.data_collator([without_extras(without_mark(sample))])
         here, mask = self.slots[sample[_AT]].places, made.get("attention_mask")
-        is_2_d = mask is not None and mask.dim() == 2
-        places = mask.bool() if is_2_d else torch.ones_like(made["labels"], dtype=torch.bool)
+        places = torch.ones_like(made["labels"], dtype=torch.bool)
+        if mask is not None and mask.dim() == 2:
+            places = mask.bool()
         is_learnt = torch.zeros_like(places)
         is_learnt[places] = self.is_learnt[here].cpu()
         made["labels"] = made["labels"].masked_fill(~is_learnt, NO_LABEL)

@@ -87,6 +87,7 @@ class Parameters:
                 if one.requires_grad != (name in chosen):
                     one.requires_grad_(name in chosen)
             for name, one in chosen.items():
+                one.requires_grad_(True)  # FSDP2 sets it on a whole parameter only when it gathers
                 hook = partial(self._take, found, name, self._parts.get(id(named.get(name))))
                 handles.append(one.register_post_accumulate_grad_hook(hook))
             yield found

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -226,16 +227,20 @@ def _in_float32(
         judged, said = [Judged(short, SHARP, SHORT)], "" if parameters is not None else "gradients in float32 (memory)"
         seconds = (time.monotonic() - start) / max(1, sum(map(length_of, few)))
         for sequence in sequences:
-            estimate = max(results_of_all(lambda sequence=sequence: seconds * sum(map(length_of, sequence))))
+            estimate = max(results_of_all(partial(_estimate, seconds, sequence)))
             if estimate > SECONDS_IN_FLOAT32:
                 said = f"{what} in float32 (it would take {estimate:.0f} s)"
                 continue
-            full = _tried(lambda sequence=sequence: compare(again, sequence, keeps=True), results_of_all)
+            full = _tried(partial(compare, again, sequence, keeps=True), results_of_all)
             if isinstance(full, str):
                 said = f"{what} in float32 ({full})"
             else:
                 judged.append(Judged(full, SHARP, what))
     return judged, _rounding(own, [one.compared.alone for one in judged]), said
+
+
+def _estimate(seconds_a_token: float, sequence: Sequence[Encoded]) -> float:
+    return seconds_a_token * sum(map(length_of, sequence))
 
 
 def _alone_in_float32(runner: Runner, samples: Sequence[Encoded]) -> dict[int, Ran]:
@@ -280,7 +285,7 @@ def _first(said: Sequence[str]) -> str:
 
 def _affordable(sequences: Sequence[Sequence[Encoded]]) -> list[Sequence[Encoded]]:
     """Choose sequences of the plan by their tokens: the first in any case, then each that still fits."""
-    left, kept = TOKENS_ALLOWED, []
+    left, kept = TOKENS_ALLOWED, list[Sequence[Encoded]]()
     for sequence in sequences:
         num_tokens = sum(map(length_of, sequence))
         if not kept or num_tokens <= left:
@@ -309,7 +314,12 @@ def _agreed(runner: Runner, finding: Finding | None, results_of_all: OfAll) -> F
 
 
 def compared_in_training(
-    runner: Runner, sequence: FirstSequence, parameters: Parameters, on_all: Callable[..., list[Any]]
+    runner: Runner,
+    sequence: FirstSequence,
+    parameters: Parameters,
+    on_all: Callable[..., list[Any]],
+    *,
+    runs_alone: bool = True,
 ) -> Compared:
     """Compare a sequence of the trainer, as it will train. All ranks must call it.
 
@@ -328,7 +338,7 @@ def compared_in_training(
                     parameters=parameters,
                     watched=sequence.watched,
                     swaps=True,
-                    runs_alone=not isinstance(sequence.encoded, str),
+                    runs_alone=runs_alone and not isinstance(sequence.encoded, str),
                     agree=lambda facts: on_all(lambda: facts),
                 )
             )
@@ -352,7 +362,7 @@ def line_of_first_batch(
     limits = SHARP if not coarse else COARSE if limits is None else limits
     proof = Proof([Judged(compared, limits, "the first batch", is_float32=not coarse)], limits)
     if (finding := proof.finding()) is not None:
-        raise wrong_first_batch(finding.cause or _IN_TRAINING, finding.said)
+        raise wrong_first_batch(finding.cause or (_LEAK if compared.moved > 0 else _IN_TRAINING), finding.said)
     said = list(not_looked_at)
     swapped = compared.swapped
     if swapped is not None and swapped.moved and not swapped.num_changed:
@@ -369,6 +379,7 @@ def line_of_first_batch(
     return line_in_training(proof, is_encoded_again=is_encoded_again, not_looked_at=said)
 
 
+_LEAK = "samples of the trainer's own sequence see each other"
 _IN_TRAINING = "samples in the trainer's own sequence do not give what they give alone"
 
 

@@ -216,7 +216,7 @@ class Runner:
             slots = tuple(batch.slots or _slots(samples, batch.inputs.get("attention_mask"), packed=packed))
             shape = batch.inputs["input_ids"].shape
             with (
-                parameters.collected() if parameters is not None else nullcontext({}) as gradient,
+                _collected(parameters) as gradient,
                 _rotary_positions(self.model) as positions,
                 routes_of(self.model) as routes,
                 _seen(self.model, self.decoder, shape) as seen,
@@ -226,11 +226,11 @@ class Runner:
                 else:
                     with _without_head(self.model), self.forward_context():
                         self.model(**on_device(batch.inputs, device))
-                    loss = _pulled(seen, batch, _places(shape, slots)) if parameters is not None else None
+                    loss = torch.zeros(()) if parameters is None else _pulled(seen, batch, _places(shape, slots))
                 has_drawn = not all(map(torch.equal, before, _states_of_torch()))
                 if _STATES not in seen:
                     raise CannotSee(f"{type(self.decoder).__name__} gives no hidden states")
-                if parameters is not None and loss is not None and loss.requires_grad:
+                if parameters is not None and loss.requires_grad:
                     self.scale(loss).backward()
         weights = next((one for one in self.model.parameters() if one.is_floating_point()), seen[_STATES])
         rotary = [one for one in positions if one.shape[-1] == shape[1]]
@@ -250,6 +250,16 @@ class Runner:
             routes.together(shape),
             has_drawn,
         )
+
+
+@contextmanager
+def _collected(parameters: Parameters | None) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect the gradients of parameters; nothing without parameters."""
+    if parameters is None:
+        yield {}
+        return
+    with parameters.collected() as found:
+        yield found
 
 
 def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -288,7 +298,7 @@ def _without_head(model: Any) -> Iterator[None]:
         yield
         return
     before = vars(head).get("forward")
-    vars(head)["forward"] = lambda hidden: hidden[..., :1]
+    vars(head)["forward"] = lambda hidden: hidden[..., :1].clone()
     try:
         yield
     finally:
@@ -329,12 +339,13 @@ def _seen(model: Any, decoder: torch.nn.Module, shape: Sequence[int]) -> Iterato
         hidden = made if isinstance(made, torch.Tensor) else made[0]
         if not isinstance(hidden, torch.Tensor) or hidden.shape[:2] != tuple(shape):
             return
-        kind = hidden.device.type
-        seen["dtype"] = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         seen["live"] = hidden
         note(_STATES, hidden)
         if hidden.requires_grad:
             gradient(_OF_STATES, hidden)
+
+    def multiplied(module: Any, args: Any, made: torch.Tensor) -> None:
+        seen["dtype"] = made.dtype  # of a matrix product, as autocast and engines make it
 
     def before_head(module: Any, args: tuple[Any, ...]) -> None:
         if _STATES not in seen and args:  # of layers that hand on something else than hidden states
@@ -342,7 +353,9 @@ def _seen(model: Any, decoder: torch.nn.Module, shape: Sequence[int]) -> Iterato
 
     embeddings = model.get_input_embeddings()
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    first = next((module for module in decoder.modules() if isinstance(module, torch.nn.Linear)), None)
     handles = [] if head is None else [head.register_forward_pre_hook(before_head)]
+    handles += [] if first is None else [first.register_forward_hook(multiplied)]
     handles += [
         embeddings.register_forward_hook(embedded),
         decoder.register_forward_pre_hook(before, with_kwargs=True),

@@ -209,8 +209,8 @@ def wrong_positions(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | 
     if packed.positions is None or alone.positions is None:
         return None
     here, there = (
-        ran.positions[:, ran.slots[number].row, ran.slots[number].places].long().cpu()
-        for ran, number in ((packed, at), (alone, 0))
+        positions[:, slot.row, slot.places].long().cpu()
+        for positions, slot in ((packed.positions, packed.slots[at]), (alone.positions, alone.slots[0]))
     )
     axes = max(len(here), len(there))
     moved = here.expand(axes, -1) - there.expand(axes, -1)

@@ -275,6 +275,11 @@ class Proof:
         return worst(found) if found else None
 
     @property
+    def is_coarse(self) -> bool:
+        """Tell whether the model trains in another data type than float32."""
+        return not all(one.is_float32 for one in self.judged)
+
+    @property
     def is_sharp(self) -> bool:
         """Tell whether something was compared with samples alone within limits that a mistake would exceed."""
         return any(one.compared.gaps and one.limits.states < _NOTICED for one in self.judged)
@@ -299,13 +304,12 @@ class Proof:
         judged = [one for one in self.judged if one.is_float32 == in_float32 and one.compared.gaps]
         if not judged:
             return ""
-        is_only = len({one.is_float32 for one in self.judged}) == 1
-        dtype = "" if is_only and in_float32 else "in float32 " if in_float32 else "in " + _as_trained(judged[0])
+        dtype = "" if not self.is_coarse else "in float32 " if in_float32 else "in " + _as_trained(judged[0])
         said = f"{dtype}packed equals the model's own attention within {self.off(in_float32=in_float32):.1e} of the "
         said += "largest hidden state"
         gradient, limits = self.gradient(in_float32=in_float32), judged[0].limits
         if gradient is not None:
-            said += f", gradients within {gradient:.1e}{_of_shards(judged[0].compared)}"
+            said += f", gradients within {gradient:.1e}{_of_shards(judged)}"
         if not in_float32:
             said += f", and {limits.states:.1e} and {limits.gradient:.1e} would be refused"
         more = sum(len(one.compared.gaps) for one in judged if one.what != SHORT)
@@ -323,9 +327,10 @@ def _as_trained(one: Judged) -> str:
     return f"{dtype_name(one.compared.dtype)}, as it trains, "
 
 
-def _of_shards(compared: Compared) -> str:
-    engine = sharded_by(compared.runner.model)
-    return f" (of {counted(compared.num_parameters, 'whole parameter')} that {engine} shards)" if engine else ""
+def _of_shards(judged: Sequence[Judged]) -> str:
+    engine = sharded_by(judged[0].compared.runner.model)
+    number = max(one.compared.num_parameters for one in judged)
+    return f" (of {counted(number, 'whole parameter')} that {engine} shards)" if engine else ""
 
 
 def line_in_training(proof: Proof, *, is_encoded_again: bool, not_looked_at: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ and put together again into one row.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -107,11 +108,12 @@ def _few(samples: Sequence[Encoded]) -> list[Encoded]:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A sample as the caller gave it, and the place of its tokens in a batch of this sample alone."""
+    """A sample as the caller gave it, and its tokens in a batch of this sample alone."""
 
     row: Sample
     tokens: list[int]
     slot: Slot
+    made: Mapping[str, Any]
 
 
 class CollatorBatches:
@@ -124,6 +126,7 @@ class CollatorBatches:
     def __init__(self, collator: Collator, model: Any) -> None:
         self.collator = collator
         self.config = model.config
+        self.parts = list(model.modules())
         self.media_tokens = _tokens_of(configs_of(model), _MEDIA)
 
     def sample(self, row: Sample, name: str) -> Encoded:
@@ -135,7 +138,7 @@ class CollatorBatches:
         if not slot.length:
             raise DataError(f"{name} has no token")
         tokens, labels = (slot.of(made[field]).tolist() for field in ("input_ids", "labels"))
-        given = Given(row, tokens, slot)
+        given = Given(row, tokens, slot, made)
         return {**row, "input_ids": tokens, "labels": labels, "length": len(tokens), "sample_id": name, _GIVEN: given}
 
     def marked(self, samples: Sequence[Encoded]) -> list[Encoded]:
@@ -167,12 +170,18 @@ class CollatorBatches:
 
     def _alone(self, sample: Encoded) -> Collated:
         """Collate one sample without padding, boundaries and positions, which the model makes by itself."""
-        if _GIVEN not in sample:  # a few words of a sample
-            tokens, labels = (torch.tensor([sample[field]]) for field in ("input_ids", "labels"))
-            return _with_tokens({"input_ids": tokens, "labels": labels}, [Slot(0, 0, length_of(sample))], [sample])
-        made, slot = self._without_padding(self._collated([_as_given(sample)]), sample[_GIVEN].slot)
+        made, slot = self._without_padding(sample[_GIVEN].made, sample[_GIVEN].slot)
         made = {name: value for name, value in made.items() if name not in WHERE_SAMPLES_START}
-        return _with_tokens(self._with_types(made), [slot], [sample])
+        return _with_tokens(self._with_positions(self._with_types(made)), [slot], [sample])
+
+    def _with_positions(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Add the positions that the model makes of tokens and grids, because a hook may hand it only embeddings."""
+        make = next((part.get_rope_index for part in self.parts if hasattr(part, "get_rope_index")), None)
+        if make is None or not any(name.endswith("_grid_thw") for name in made):
+            return made
+        known = inspect.signature(make).parameters
+        positions, _ = make(**{name: value for name, value in made.items() if name in known})
+        return {**made, "position_ids": positions}
 
     def _without_padding(self, made: Mapping[str, Any], slot: Slot) -> tuple[dict[str, Any], Slot]:
         """Cut a batch of one sample to the sample's tokens, so that it needs no mask."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,8 +54,12 @@ def proof_model(training):
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """Rows of every kind. `wide` and `tall` have as many patches, and other grids."""
-    folder = tmp_path_factory.mktemp("pictures")
+    """Rows of every kind."""
+    return rows_in(tmp_path_factory.mktemp("pictures"))
+
+
+def rows_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """Rows of every kind, with their images in a folder. `wide` and `tall` have as many patches, and other grids."""
     sizes = [(160, 90), (70, 140), (64, 64), (168, 84), (84, 168), (160, 90)]
     one, two, three, wide, tall, like = (photo(folder, str(n), *size, seed=n) for n, size in enumerate(sizes))
     frames = [photo(folder, f"frame{n}", 96, 64, seed=10 + n) for n in range(4)]

@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from swift_vlpack.attention import attention
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator, batch_of
+from swift_vlpack.host import proof
 from swift_vlpack.host.proof import prove_first_batch
 from swift_vlpack.host.trainer import PackingTrainer
 from swift_vlpack.plan.boundaries import ROOT
@@ -247,13 +248,13 @@ def test_no_logits_of_a_target_that_is_not_taken_are_computed(run, monkeypatch):
         nums.append(int((inputs["labels"] != -100).sum()))
         return right(self, model, inputs, *args, **options)
 
-    def prove(*args):
+    def prove(*args, **options):
         monkeypatch.setattr(PackingTrainer, "compute_loss", compute_loss)
-        said = prove_first_batch(*args)
+        said = prove_first_batch(*args, **options)
         monkeypatch.setattr(PackingTrainer, "compute_loss", right)
         return said
 
-    monkeypatch.setattr("swift_vlpack.host.trainer.prove_first_batch", prove)
+    monkeypatch.setattr("swift_vlpack.host.proof.prove_first_batch", prove)
     _, (line,) = run()
     assert max(nums) <= 8 * int(re.search(r"(\d+) samples? in it equal", line)[1])
 
@@ -336,11 +337,11 @@ def test_sequence_without_a_sample_is_no_mistake(pad_to, run, monkeypatch):
     """ISO-22: a rank that is dry at the first step takes part in it, and so does a pack of which no row can be read."""
     lines = []
 
-    def also_empty(trainer, batches, num_items):
+    def also_empty(trainer, batches, num_items, **options):
         lines.append(prove_first_batch(trainer, trainer.feed.fill_up(1), num_items))
-        return prove_first_batch(trainer, batches, num_items)
+        return prove_first_batch(trainer, batches, num_items, **options)
 
-    monkeypatch.setattr("swift_vlpack.host.trainer.prove_first_batch", also_empty)
+    monkeypatch.setattr("swift_vlpack.host.proof.prove_first_batch", also_empty)
     packing_options(packing_drop_last="false", packing_pad_to=pad_to)
     _, (line,) = run(streaming="true")
     assert lines[0].startswith("isolation in training: no sample sees another in the first batch of the trainer (0 sam")
@@ -381,6 +382,26 @@ def test_labels_of_a_stream_that_cannot_be_encoded_again_are_its_tokens(run, mon
     changing(monkeypatch, rolled, is_in_workers_only=False)
     with pytest.raises(IsolationError, match="labels are not the tokens at their places"):
         run(streaming="true")
+
+
+def of_the_second_worker(inputs, record):
+    worker = get_worker_info()
+    return rolled(inputs, record) if worker is not None and worker.id == 1 else {}
+
+
+def test_batches_of_every_worker_are_looked_at(run, monkeypatch):
+    """ISO-25: the labels of the second worker are wrong, and its first batch trains in the second step."""
+    changing(monkeypatch, of_the_second_worker, is_in_workers_only=True)
+    with pytest.raises(IsolationError, match=r"the collator, or a dataloader worker, .*labels of train:"):
+        run(dataloader_num_workers=2, gradient_accumulation_steps=1)
+
+
+def test_what_no_batch_had_is_said(run, monkeypatch, caplog):
+    """ISO-25: of a run whose rows never fill a sequence."""
+    packing_options(packing_drop_last="false", packing_length="3000")
+    monkeypatch.setattr(proof, "MOST_STEPS", 2)
+    run(max_length=3000)
+    assert "not looked at in 2 steps: a sequence of several samples that is 90 % full" in caplog.text
 
 
 # -- prefixes that rows share -----------------------------------------------------------------------------------------
