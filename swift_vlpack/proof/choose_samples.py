@@ -6,7 +6,7 @@ All ranks choose the same, because they run the same forwards together.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -40,16 +40,20 @@ _LOOKED_AT = 250
 def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
     """Choose a few short, usable samples of every kind: one image, several, a video, text.
 
-    Two of each kind, so that an exchange of their media is seen. But more than one of each kind, and more than two in
+    Two of each kind with media, so that an exchange of these is seen. But more than one of each kind, and more than two in
     all, are taken only if they fit one pack, because there may be no memory for a longer sequence.
     """
     kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
-    chosen = [sample for kind in kinds if (sample := next(kind, None)) is not None]
+    firsts = [(kind, sample) for kind in kinds if (sample := next(kind, None)) is not None]
+    chosen = [sample for _, sample in firsts]
+    with_media = [kind for kind, sample in firsts if kinds_of_media(sample)]
+    seconds = [sample for kind in with_media if (sample := next(kind, None)) is not None]
     # Units stand together, because only neighbours share a prefix.
     chosen += [sample for unit in units_from(packs, is_usable) for sample in unit]
     room = packs.config.packing_length - sum(map(length_of, chosen))
-    for sample in _in_turn(kinds):
-        if len(chosen) >= max(FEWEST, 2 * len(kinds)) or (len(chosen) > 1 and length_of(sample) > room):
+    needed = max(FEWEST, len(chosen) + len(seconds))
+    for sample in chain(seconds, _in_turn(kinds)):
+        if len(chosen) >= needed or (len(chosen) > 1 and length_of(sample) > room):
             break
         chosen.append(sample)
         room -= length_of(sample)

@@ -49,11 +49,12 @@ def cases(encoded: Callable[..., Any], proof_model: Callable[[], Any]) -> Iterat
     yield "a cache that lives on", s.attending(s.llama(), s.keeping_a_cache()), short, ()
     yield "a convolution without boundaries", nullcontext(s.lfm2()), short, ()
     yield "layers without room for a full row", s.no_room_behind(s.llama(), 150), short, [text_samples(*LONG)]
-    for wrong in (hidden.scaled_in_long_rows, hidden.scaled_in_long_rows_of_16_bits):
-        name = "attention scaled by 1.3 in long rows" + (", in bfloat16 only" if "16" in wrong.__name__ else "")
+    scaled = {"": hidden.scaled_in_long_rows, " by a kernel of 16 bits only": hidden.scaled_in_long_rows_of_16_bits}
+    for kernel, wrong in scaled.items():
         right = s.llama()
         right.model.to(torch.bfloat16)
-        yield f"{name} (bfloat16)", s.attending(right, wrong), short, [text_samples(*LONG)]
+        name = f"attention scaled by 1.3 in long rows{kernel}, of a model in bfloat16"
+        yield name, s.attending(right, wrong), short, [text_samples(*LONG)]
     right = b.mistral()
     yield "positions over siblings", nullcontext(s.batches_changed(right, b.positions_over_siblings)), units, ()
 
