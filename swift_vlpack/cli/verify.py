@@ -122,27 +122,22 @@ def _first_batch_proved(trainer: Any) -> str:
 
 
 def _numbers(proof: Proof | None) -> dict[str, Any]:
-    """Return the measured differences and their limits, in units of the logits; null if nothing was measured."""
+    """Return the measured differences, and the limits of the data type that trains; null if nothing was measured.
+
+    Hidden states are in shares of the largest, gradients in shares of their length.
+    """
     if proof is None:
         return {"measured": None, "limits": None}
-    limits = proof.limits
+    differences = [
+        {"packed_to_alone": proof.off(in_float32=is_float32), "gradient": proof.gradient(in_float32=is_float32)}
+        for is_float32 in (True, not proof.is_coarse)
+    ]
+    measured = {"moved_by_others": proof.moved, **differences[1], "in_float32": differences[0]}
     return {
         "num_samples": proof.num_samples,
-        "num_samples_in_rows_of_plan": proof.num_more,
-        "num_rows_left_out": proof.num_sequences_left_out,
-        "measured": with_numbers(
-            {
-                "moved_by_others": proof.moved,
-                "packed_to_alone": proof.alone,
-                "gradient": proof.gradient,
-                "largest_logit": proof.largest_logit,
-            }
-        ),
-        "limits": None
-        if limits is None
-        else with_numbers(
-            {"moved_by_others": limits.moved, "packed_to_alone": limits.alone, "gradient": limits.gradient}
-        ),
+        "not_compared": list(proof.left_out),
+        "measured": with_numbers(measured),
+        "limits": with_numbers({"packed_to_alone": proof.limits.states, "gradient": proof.limits.gradient}),
     }
 
 

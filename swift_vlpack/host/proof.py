@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,16 @@ from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.host.garbage import give_back_memory
 from swift_vlpack.host.ranks import results_of_all
 from swift_vlpack.proof.first_batch import FirstSequence, encoded_again
-from swift_vlpack.proof.in_training import measure_in_training
-from swift_vlpack.proof.passes import CannotSee, Passes
-from swift_vlpack.proof.prove import is_ordinary_token, proof_of, prove_in_training, wrong_first_batch
+from swift_vlpack.proof.gradients import Parameters
+from swift_vlpack.proof.perturb import kinds_of_media
+from swift_vlpack.proof.prove import (
+    compared_in_training,
+    is_ordinary_token,
+    line_of_first_batch,
+    proof_of,
+    wrong_first_batch,
+)
+from swift_vlpack.proof.runner import CannotSee, Runner
 from swift_vlpack.proof.same_inputs import wrong_in_first_batch, wrong_without_samples
 from swift_vlpack.proof.verdict import Proof
 
@@ -31,7 +37,7 @@ def prove_isolation(trainer: Any) -> Proof:
     context = trainer.compute_loss_context_manager
     with waiting("the isolation proof"):  # the forwards of wrapped models exchange data between ranks
         try:
-            return proof_of(
+            proof = proof_of(
                 model_of(trainer),
                 trainer.template,
                 trainer.feed.packs,
@@ -40,37 +46,117 @@ def prove_isolation(trainer: Any) -> Proof:
             )
         finally:
             give_back_memory()
+    trainer.limits_of_rounding = proof.limits  # for the first batch
+    samples = [sample for one in proof.judged for sample in one.compared.samples]
+    trainer.kinds_of_media = frozenset().union(*map(kinds_of_media, samples))
+    return proof
 
 
-def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
-    """Prove isolation on a batch of the first step, before it trains. Returns the line for the log.
+class FirstBatches:
+    """Prove isolation on a batch of the first step, and on batches of the next steps until enough was looked at.
 
-    All ranks must call it. The trainer is unchanged afterwards: no batch is used up, no random number drawn, no
-    gradient and no metric left behind.
+    Enough is a sequence of several samples that is nearly full, each kind of media of the proof before training, and a
+    batch of each dataloader worker. The trainer is unchanged afterwards: no batch is used up, no random number drawn,
+    no gradient and no metric left behind.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.num_steps = self.num_batches = 0
+        self.left: set[str] = set()
+        """What was not looked at on this rank."""
+        self.is_done = False
+
+    def prove(self, trainer: Any, batches: Sequence[Batch], num_items: Any) -> str | None:
+        """Look at the batches of a step, before it trains. All ranks must call it. Returns a line for the log."""
+        if self.is_done:
+            return None
+        covered = [self._covered(trainer, batch) for batch in batches]
+        self.num_steps += 1
+        said = None
+        if self.num_steps == 1:
+            self.left = {_FULL, *trainer.kinds_of_media, *map(_worker, range(1, self.num_workers + 1))}
+            at = max(range(len(batches)), key=lambda at: _size(batches[at]))
+            said = prove_first_batch(trainer, [batches[at]], num_items)
+        else:
+            at = max(range(len(batches)), key=lambda at: len(covered[at] & self.left))
+            if any(results_of_all(lambda: bool(covered[at] & self.left), _FIRST)):
+                prove_first_batch(trainer, [batches[at]], num_items, is_first=False)
+        self.left -= covered[at]
+        left: set[str] = set().union(*results_of_all(lambda: self.left, _FIRST))
+        self.is_done = not left or self.num_steps >= MOST_STEPS
+        if self.is_done and left:
+            return f"isolation in training: not looked at in {self.num_steps} steps: {', '.join(sorted(left))}"
+        return said
+
+    def _covered(self, trainer: Any, batch: Batch) -> set[str]:
+        """Return what a look at this batch would cover."""
+        self.num_batches += 1  # a loader takes batches of its workers in turn
+        record = batch.record
+        if record is None or not record.sample_ids:
+            return set()
+        covered = set(kinds_of_media(dict(batch)))
+        if self.num_workers:
+            covered.add(_worker((self.num_batches - 1) % self.num_workers + 1))
+        if len(record.lengths) > 1 and sum(record.lengths) >= FILLED * trainer.feed.config.packing_length:
+            covered.add(_FULL)
+        return covered
+
+
+MOST_STEPS = 20
+"""Most steps of which batches are looked at."""
+FILLED = 0.9
+_FULL = "a sequence of several samples that is 90 % full"
+
+
+def _worker(number: int) -> str:
+    return f"worker {number}"
+
+
+def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any, *, is_first: bool = True) -> str:
+    """Prove isolation on a batch of a step, before it trains. Returns the line for the log. All ranks must call it.
+
+    A later batch than the first is not compared with its samples alone: its inputs, and its neighbours, are enough.
     """
     batch = max(batches, key=_size)  # with prefixes if any has some; then most samples, so most boundaries
     sequences: list[FirstSequence] = []  # filled with that of this rank; batches are not sent to other ranks
     results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch)), "the first batch")
+    sequence, model = sequences[0], unwrapped(model_of(trainer))
     try:
         with _unseen(trainer):
-            loss, has_engine = partial(_loss, trainer, batch, num_items), trainer.is_deepspeed_enabled
-            passes = Passes(unwrapped(model_of(trainer)), loss, _scale_of(trainer), has_engine=has_engine)
-            measured = measure_in_training(
-                passes, sequences[0], lambda work: results_of_all(work, "the first batch in training")
-            )
+            tokens = sequence.inputs["input_ids"]
+            parameters = Parameters(model, all_trained=True, has_engine=trainer.is_deepspeed_enabled, tokens=tokens)
+            loss = partial(_loss, trainer, batch, num_items)
+            is_ordinary = is_ordinary_token(trainer.template.tokenizer)
+            runner = Runner(model, sequence, is_ordinary, loss=loss, scale=_scale_of(trainer))
+            compared = compared_in_training(runner, sequence, parameters, _on_all, runs_alone=is_first)
     except CannotSee as error:  # raised on all ranks, because they have the same model
         return f"isolation in training: of the first batch only tokens, labels and boundaries are verified ({error})"
     except Exception as error:
         error.add_note("This was the proof on the first batch, before step 1; packing_verify=false trains without it.")
         raise
+    not_looked_at = []
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
-        measured = replace(
-            measured, not_looked_at=(*measured.not_looked_at, "the loss that balances experts over the sequence")
-        )
+        not_looked_at.append("the loss that balances experts over the sequence")
     lines: list[str] = []
-    results_of_all(lambda: lines.append(prove_in_training(measured)), "the first batch in training")
+    limits = getattr(trainer, "limits_of_rounding", None)
+    results_of_all(
+        lambda: lines.append(line_of_first_batch(compared, limits, sequence, parameters, not_looked_at)), _FIRST
+    )
     give_back_memory()
     return lines[0]
+
+
+_FIRST = "the first batch in training"
+
+
+def _on_all(work: Callable[[], Any], *, is_collective: bool = False) -> list[Any]:
+    """Return the results of all ranks; a rank that fails within a collective raises at once, the others name it."""
+    if not is_collective:
+        return results_of_all(work, _FIRST)
+    with waiting(_FIRST):
+        result = work()
+    return results_of_all(lambda: result, _FIRST)
 
 
 def _size(batch: Batch) -> tuple[bool, int, int]:
@@ -95,7 +181,7 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
     if wrong:
         cause = "the collator, or a dataloader worker, makes another batch than its samples are"
         raise wrong_first_batch(cause, f"{record}: {wrong}")
-    return FirstSequence(batch, record, samples, template, is_ordinary_token(template.tokenizer))
+    return FirstSequence(batch, record, samples, template)
 
 
 @contextmanager

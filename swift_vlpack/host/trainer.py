@@ -40,7 +40,7 @@ from swift_vlpack.host.losses import (
     shifts_smoothed_labels,
     warn_of_what_differs,
 )
-from swift_vlpack.host.proof import prove_first_batch
+from swift_vlpack.host.proof import FirstBatches
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks, results_of_all
 from swift_vlpack.host.run_events import RunEvents
 from swift_vlpack.host.same_on_ranks import check_equal, check_same_parameters, refuse_differences, versions
@@ -83,8 +83,9 @@ class PackingTrainer(EvaluatesRows):
         self._settings: dict[str, Any] = {}
         self._global_step_before: int | None = None  # the step of the checkpoint from which the run resumes
         self._is_saving = False  # True while a checkpoint is written
-        self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
+        self.first_batches = FirstBatches(num_workers) if self.feed.config.packing_verify else None
+        self.kinds_of_media: frozenset[str] = frozenset()  # of the proof before training
         tolerate_packs_without_images(kwargs["model"], training_args)
         self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
         self.step_check = StepCheck(self)
@@ -129,17 +130,16 @@ class PackingTrainer(EvaluatesRows):
         return self.feed.loader(args.process_index, PackLoader, ranks=ranks, device=self.accelerator.device, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of one optimizer step. Before the first step, prove isolation on one of its batches."""
+        """Return the batches of one optimizer step. In the first steps, prove isolation on some of them."""
         num_batches = next(self._sequences_of_steps, num_batches)
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
         self._refuse_to_wait(batches, "train")
         self.step_check.begin(batches)
-        if not self.is_first_batch_proved:
-            self.is_first_batch_proved = True
-            said = prove_first_batch(self, batches, num_items)
-            if is_master():
+        if self.first_batches is not None:
+            said = self.first_batches.prove(self, batches, num_items)
+            if said and is_master():
                 logger.info(said)
         return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
 

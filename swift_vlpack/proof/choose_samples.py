@@ -6,7 +6,7 @@ All ranks choose the same, because they run the same forwards together.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ from swift_vlpack.errors import DataError
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.plan.epoch import EpochPlan, Where
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.proof.branches import PREFIX, as_planned
+from swift_vlpack.proof.branches import PREFIX, as_planned, units_in
 from swift_vlpack.proof.perturb import kinds_of_media
-from swift_vlpack.proof.proof_model import length_of
+from swift_vlpack.proof.runner import length_of
 from swift_vlpack.rows.contents import contents_of
 from swift_vlpack.rows.media import media
 from swift_vlpack.rows.randomness import RandomStream
@@ -40,18 +40,20 @@ _LOOKED_AT = 250
 def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
     """Choose a few short, usable samples of every kind: one image, several, a video, text.
 
-    More than one of each kind, and more than two in all, are taken only if they fit one pack, because there may be no
-    memory for a longer sequence.
+    Two of each kind with media, so that an exchange of these is seen. But more than one of each kind, and more than two in
+    all, are taken only if they fit one pack, because there may be no memory for a longer sequence.
     """
     kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
-    chosen = [sample for kind in kinds if (sample := next(kind, None)) is not None]
+    firsts = [(kind, sample) for kind in kinds if (sample := next(kind, None)) is not None]
+    chosen = [sample for _, sample in firsts]
+    with_media = [kind for kind, sample in firsts if kinds_of_media(sample)]
+    seconds = [sample for kind in with_media if (sample := next(kind, None)) is not None]
     # Units stand together, because only neighbours share a prefix.
     chosen += [sample for unit in units_from(packs, is_usable) for sample in unit]
-    # Twice the length, because each kind of media gets a twin (`perturb.with_twins`).
-    needed = sum(length_of(sample) * (2 if kinds_of_media(sample) else 1) for sample in chosen)
-    room = packs.config.packing_length - needed
-    for sample in _in_turn(kinds):
-        if len(chosen) >= FEWEST or (len(chosen) > 1 and length_of(sample) > room):
+    room = packs.config.packing_length - sum(map(length_of, chosen))
+    needed = max(FEWEST, len(chosen) + len(seconds))
+    for sample in chain(seconds, _in_turn(kinds)):
+        if len(chosen) >= needed or (len(chosen) > 1 and length_of(sample) > room):
             break
         chosen.append(sample)
         room -= length_of(sample)
@@ -78,11 +80,13 @@ def short_samples(packs: Packs) -> list[Encoded]:
     return few if len(few) > 1 else few * 2
 
 
-def shortest_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
-    """Return the index of the shortest sample with each kind of media, and of the shortest without any."""
+def short_of_each_kind(samples: Sequence[Encoded]) -> list[Encoded]:
+    """Choose the two shortest samples, the shortest with each kind of media, and two branches of a prefix, in order."""
     by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
     # From the longest to the shortest, because a later sample replaces an earlier sample of its kind.
-    return list({kinds_of_media(samples[at]): at for at in by_length[::-1]}.values())
+    of_kinds = {kinds_of_media(samples[at]): at for at in by_length[::-1]}
+    branches = next(iter(units_in(samples)), [])[:2]
+    return [samples[at] for at in sorted({*by_length[:2], *of_kinds.values(), *branches})]
 
 
 def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
@@ -197,12 +201,6 @@ def _of_packs(join: np.ufunc, pack_of: NDArray[np.int64], values: NDArray[Any], 
     joined = np.zeros(num_packs, dtype=np.int64)
     join.at(joined, pack_of, values)
     return joined
-
-
-def tokens_of_epoch(packs: Packs) -> int:
-    """Return the tokens that each rank trains in an epoch; 0 for a stream, because its length is not known."""
-    plan = packs.epoch_plan
-    return 0 if plan is None else int(plan.packs.num_tokens_per_pack.sum()) // packs.num_ranks
 
 
 def _encoded(packs: Packs, samples: Iterable[Where]) -> Iterator[Encoded]:

@@ -10,20 +10,20 @@ after that change; else each sample with itself alone. docs/isolation.md has the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.sequence_effects import BY_LONGEST
 from swift_vlpack.proof.branches import units_in
+from swift_vlpack.proof.gradients import VISION_PARTS
 from swift_vlpack.proof.handed import why_not_apart
-from swift_vlpack.proof.limits import Limits, gap_by_token
 from swift_vlpack.proof.perturb import can_be_replaced, kinds_of_media, replaced, with_other_media
-from swift_vlpack.proof.proof_model import VISION_PARTS, ProofModel, RunResult
-from swift_vlpack.proof.reference import repeatable_training, run_alone, untouched
+from swift_vlpack.proof.reference import OWN, QUICK, longest_for_own, own_attention, repeatable_training, untouched
+from swift_vlpack.proof.runner import Ran, Runner, length_of, rotary_modules
+from swift_vlpack.proof.verdict import Limits
 from swift_vlpack.rows.families import text_config_of
 from swift_vlpack.rows.samples import Encoded
 
@@ -32,6 +32,8 @@ INPUT = "before the first layer"
 _STATEFUL = re.compile(r"linear_attn|linear_attention|mamba|conv|recurrent")
 _NOT_MOVED = 1e-5
 """Share of a module's largest output by which it may change if nothing moved: the same kernels, the same numbers."""
+_DEEPER = 4
+"""The share of a limit for the end of a model that holds for each of its modules, because each adds to rounding."""
 _NUM_COLUMNS = 16
 """Columns of a module's output that are kept for each token, enough to see that the token moved."""
 
@@ -74,31 +76,32 @@ class Evidence:
     origin: Origin | None = None
     is_only_in_training: bool = False
     window: int | None = None
-    rope_type: str = "default"
+    is_turned_otherwise: bool = False
+    """True if rotary embeddings turn a sample by other angles in the sequence than alone, at equal positions."""
     has_own_collator: bool = False
     """True if the caller's own collator makes the batch, and not the host."""
     not_apart: str | None = None
     """Why what that batch has does not keep samples apart; None if it does, or nothing in it explains it."""
 
 
-def explain(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limits) -> tuple[str, str]:
+def explain(runner: Runner, sequence: Sequence[Encoded], limits: Limits) -> tuple[str, str]:
     """Return the likeliest cause, and where the sequence differs, each in a sentence."""
-    evidence = evidence_of(proof_model, sequence, limits)
+    evidence = evidence_of(runner, sequence, limits)
     return cause_of(evidence), where(sequence, evidence)
 
 
-def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limits) -> Evidence:
+def evidence_of(runner: Runner, sequence: Sequence[Encoded], limits: Limits) -> Evidence:
     """Examine a sequence that failed the proof, sample by sample and module by module."""
-    seen = _Seen(proof_model, sequence, limits)
-    with untouched(proof_model.model):
+    seen = _Seen(runner, sequence, limits)
+    with untouched(runner.model):
         in_evaluation = seen.differs()
-        with repeatable_training(proof_model.model):
+        with repeatable_training(runner.model):
             differs = seen.differs()
             changed = samples_to_change(len(sequence), next(iter(differs), 0))
             moved, by_media = seen.moved(changed, seen.other_tokens), seen.moved(changed, _other_media)
             origin = seen.origin(moved, by_media, differs)
     return Evidence(
-        attention=attention.name_of(proof_model.model.config),
+        attention=attention.name_of(runner.model.config),
         num_samples=len(sequence),
         moved=moved,
         moved_by_media=by_media,
@@ -107,24 +110,19 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
         differs=differs,
         origin=origin,
         is_only_in_training=bool(differs) and not in_evaluation,
-        has_own_collator=proof_model.has_own_collator,
-        not_apart=seen.not_apart() if proof_model.has_own_collator else None,
-        **facts_of(proof_model.model.config),
+        has_own_collator=runner.has_own_collator,
+        not_apart=seen.not_apart() if runner.has_own_collator else None,
+        window=window_of(runner.model.config),
+        is_turned_otherwise=not (moved or by_media) and seen.is_turned_otherwise(differs),
     )
 
 
-def facts_of(config: Any) -> dict[str, Any]:
-    """Read the window and the type of RoPE from a model's config."""
+def window_of(config: Any) -> int | None:
+    """Read the sliding window from a model's config; None if it has none."""
     text = text_config_of(config)
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    # Some models have RoPE parameters for each kind of layer: take the first.
-    rope = next((one for one in rope.values() if isinstance(one, dict)), rope)
     # Llama 4 calls its window chunks; Qwen names a window and may not use it.
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    return {
-        "window": window if isinstance(window, int) and getattr(text, "use_sliding_window", True) else None,
-        "rope_type": str(rope.get("rope_type") or rope.get("type") or "default"),
-    }
+    return window if isinstance(window, int) and getattr(text, "use_sliding_window", True) else None
 
 
 def samples_to_change(num_samples: int, worst: int) -> tuple[int, ...]:
@@ -197,11 +195,17 @@ def _of_moved(evidence: Evidence) -> str:
 
 def _of_differing(evidence: Evidence) -> str:
     """Name the cause if no sample moved when another sample changed, but samples differ packed and alone."""
-    origin = evidence.origin or Origin("attention", is_attention=True)
-    if evidence.rope_type in BY_LONGEST and len(evidence.differs) < evidence.num_samples:
+    if not evidence.differs:
         return (
-            f"the model's RoPE is {evidence.rope_type}, which takes its frequencies by the longest sample of the "
-            "sequence; set packing_length to the length up to which it does not"
+            "where gradients are asked for, as in training, the sequence is computed by something else than without "
+            "them (a kernel with a backward of its own), and that does not keep samples apart"
+        )
+    origin = evidence.origin or Origin("attention", is_attention=True)
+    if evidence.is_turned_otherwise:
+        return (
+            "rotary embeddings turn samples by other angles than alone: RoPE takes its frequencies by the length of "
+            "the sequence or by its longest sample (dynamic, longrope); set packing_length to the length up to which "
+            "it does not"
         )
     if origin.is_stateful:
         return of_linear_attention()
@@ -219,58 +223,93 @@ def _of_differing(evidence: Evidence) -> str:
 # -- what is seen -----------------------------------------------------------------------------------------------------
 
 
+class Part(NamedTuple):
+    """Some columns of what a module was given and gave, for each token of a sample."""
+
+    given: torch.Tensor | None
+    made: torch.Tensor
+
+
 class _Seen:
-    def __init__(self, proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limits) -> None:
-        self.proof_model, self.sequence, self.limits = proof_model, sequence, limits
+    def __init__(self, runner: Runner, sequence: Sequence[Encoded], limits: Limits) -> None:
+        self.runner, self.sequence, self.limits = runner, sequence, limits
 
     def other_tokens(self, sample: Encoded) -> Encoded | None:
-        is_ordinary = self.proof_model.is_ordinary
+        is_ordinary = self.runner.is_ordinary
         return replaced(sample, is_ordinary) if can_be_replaced(sample, is_ordinary) else None
 
+    def packed(self, sequence: Sequence[Encoded]) -> Ran:
+        return self.runner.run(sequence, packed=True)
+
+    def alone(self, sample: Encoded) -> Ran:
+        is_short = length_of(sample) <= longest_for_own(self.runner.model)
+        with own_attention(self.runner.model, OWN if is_short else QUICK):
+            return self.runner.run([sample], packed=False)
+
     def differs(self) -> dict[int, Tokens]:
-        packed = self.proof_model.run(self.sequence, packed=True).logits
-        alone = (run_alone(self.proof_model, sample).logits[0] for sample in self.sequence)
-        return self._wrong(packed, alone, self.limits.alone)
+        packed = self.packed(self.sequence)
+        alone = (self.alone(sample).of(0) for sample in self.sequence)
+        return _wrong([packed.of(at) for at in range(len(self.sequence))], alone, self.limits.states)
 
     def moved(self, changed: Sequence[int], change: Callable[[Encoded], Encoded | None]) -> dict[Any, Tokens]:
         """Change samples one at a time, with those that share their prefix if its media change."""
-        before, found = self.proof_model.run(self.sequence, packed=True).logits, {}
+        before, found = self.packed(self.sequence), {}
         for at in changed:
             others = self._changed(at, change)
             if others is not None:
-                after = self.proof_model.run(
-                    [others.get(n, s) for n, s in enumerate(self.sequence)], packed=True
-                ).logits
-                wrong = self._wrong(before, after, self.limits.moved)
+                after = self.packed([others.get(n, s) for n, s in enumerate(self.sequence)])
+                ones, twos = ([ran.of(n) for n in range(len(self.sequence))] for ran in (before, after))
+                wrong = _wrong(ones, twos, _NOT_MOVED)
                 found.update({(at, moved): tokens for moved, tokens in wrong.items() if moved not in others})
         return found
 
     def origin(
         self, moved: Mapping[Any, Tokens], by_media: Mapping[Any, Tokens], differs: Mapping[int, Tokens]
     ) -> Origin | None:
-        """Return the first module that gives a sample another output than it should."""
+        """Return the first module of which a sample's input is right and its output is not."""
         if moved or by_media:
             (changed, at), change = (min(moved), self.other_tokens) if moved else (min(by_media), _other_media)
             others = self._changed(changed, change) or {}
-            here = self._outputs(self.sequence, at)
-            there = self._outputs([others.get(n, s) for n, s in enumerate(self.sequence)], at)
+            here = self._parts(self.sequence, at)
+            there = self._parts([others.get(n, s) for n, s in enumerate(self.sequence)], at)
         elif differs:
             at = next(iter(differs))
-            here, there = self._outputs(self.sequence, at), self._outputs([self.sequence[at]], 0, packed=False)
+            here, there = self._parts(self.sequence, at), self._parts([self.sequence[at]], 0, packed=False)
         else:
             return None
-        allowed = _NOT_MOVED if moved or by_media else self.limits.relative
-        for name, one in here.items():
-            other = there.get(name)
-            if other is None or other.shape != one.shape:
-                continue
-            if not float((one - other).abs().max()) <= allowed * max(1e-6, float(other.abs().max())):
-                return self._origin(name)
-        return None
+        allowed = _NOT_MOVED if moved or by_media else self.limits.states / _DEEPER
+        wrong = [name for name, part in here.items() if name in there and _differ(part.made, there[name].made, allowed)]
+        fed = [name for name in wrong if not _differ(here[name].given, there[name].given, allowed)]
+        first = INPUT if INPUT in wrong else next(iter([*fed, *wrong]), None)
+        return None if first is None else self._origin(first)
+
+    def is_turned_otherwise(self, differs: Mapping[int, Tokens]) -> bool:
+        """Tell whether rotary embeddings give a sample other angles in the sequence than alone."""
+        for at in differs:
+            here, there = self._angles(self.sequence, at), self._angles([self.sequence[at]], 0, packed=False)
+            if any(_differ(one, other, self.limits.states) for one, other in zip(here, there, strict=False)):
+                return True
+        return False
+
+    def _angles(self, sequence: Sequence[Encoded], at: int, *, packed: bool = True) -> list[torch.Tensor]:
+        """Return what rotary embeddings of the language model give one sample."""
+        seen: list[torch.Tensor] = []
+
+        def note(module: Any, args: Any, made: Any) -> None:
+            seen.extend(one.detach() for one in made if isinstance(one, torch.Tensor))
+
+        handles = [module.register_forward_hook(note) for module in rotary_modules(self.runner.model)]
+        try:
+            ran = self.packed(sequence) if packed else self.alone(sequence[at])
+        finally:
+            for handle in handles:
+                handle.remove()
+        fitting = [one for one in seen if one.dim() == 3 and one.shape[1] == ran.states.shape[1]]
+        return [ran.slots[at].of(one.expand(len(ran.states), -1, -1)) for one in fitting]
 
     def not_apart(self) -> str | None:
-        config = self.proof_model.model.config
-        with self.proof_model.batches.batch(self.sequence, packed=True) as batch:
+        config = self.runner.model.config
+        with self.runner.batches.batch(self.sequence, packed=True) as batch:
             return why_not_apart(batch.inputs, batch.slots, config, attention.name_of(config))
 
     def _changed(self, at: int, change: Callable[[Encoded], Encoded | None]) -> dict[int, Encoded] | None:
@@ -278,52 +317,49 @@ class _Seen:
         others = {n: made for n in unit if (made := change(self.sequence[n])) is not None}
         return others if at in others else None
 
-    def _wrong(self, ones: Any, others: Any, allowed: float) -> dict[int, Tokens]:
-        found = {}
-        for at, (one, other) in enumerate(zip(ones, others, strict=True)):
-            wrong = torch.nonzero(~(gap_by_token(one, other) <= allowed)).flatten().tolist()
-            if wrong:
-                found[at] = Tokens(wrong[0], wrong[-1])
-        return found
+    def _parts(self, sequence: Sequence[Encoded], at: int, *, packed: bool = True) -> dict[str, Part]:
+        """Return what each module was given and gave for one sample, in the order in which the modules finish."""
+        seen: dict[str, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
-    def _outputs(self, sequence: Sequence[Encoded], at: int, *, packed: bool = True) -> dict[str, torch.Tensor]:
-        """Return some columns of what each module gives for one sample, in the order in which the modules finish."""
-        seen: dict[str, torch.Tensor] = {}
+        def note(name: str, args: Any, kwargs: Any, made: Any) -> None:
+            given = _columns(args[0] if args else kwargs.get("hidden_states", kwargs.get("inputs_embeds")))
+            columns = _columns(made[0] if isinstance(made, tuple) else made)
+            if columns is not None:
+                seen.setdefault(name, (given, columns))
 
-        def note(name: str, made: Any) -> None:
-            made = made[0] if isinstance(made, tuple) else made
-            if isinstance(made, torch.Tensor) and made.dim() >= 2 and made.numel() and made.is_floating_point():
-                columns = made.detach()[..., :: -(-made.shape[-1] // _NUM_COLUMNS)]
-                # A copy, because a view would keep the whole output, and a sequence has thousands of tokens.
-                seen.setdefault(name, columns.to("cpu", torch.float32, copy=True))
-
-        model = self.proof_model.model
+        model = self.runner.model
         handles = [
-            module.register_forward_hook(lambda module, args, made, name=name: note(name, made))
+            module.register_forward_hook(
+                lambda module, args, kwargs, made, name=name: note(name, args, kwargs, made), with_kwargs=True
+            )
             for name, module in model.named_modules()
             if name and "rotary" not in name and not any(part in name for part in VISION_PARTS)
         ]
 
         def enters(module: Any, args: Any, kwargs: Any) -> None:
-            note(INPUT, args[0] if args else kwargs["hidden_states"])
+            note(INPUT, (), {}, args[0] if args else kwargs["hidden_states"])
 
         first = decoder_layers(model)[:1]
         handles += [layer.register_forward_pre_hook(enters, with_kwargs=True) for layer in first]
         try:
-            run = self.proof_model.run(sequence, packed=True) if packed else run_alone(self.proof_model, sequence[at])
+            ran = self.packed(sequence) if packed else self.alone(sequence[at])
         finally:
             for handle in handles:
                 handle.remove()
         # Embeddings are compared as the input of the first layer, which has images in it.
         names = [name for name in seen if name != INPUT and "embed" not in name]
-        parts = {name: _own_part(seen[name], run, at) for name in [INPUT, *names] if name in seen}
-        return {name: part for name, part in parts.items() if part is not None}
+        parts = {}
+        for name in [INPUT, *names]:
+            given, made = (_own_part(one, ran, at) for one in seen.get(name, (None, None)))
+            if made is not None:
+                parts[name] = Part(given, made)
+        return parts
 
     def _origin(self, name: str) -> Origin:
         """Describe a module; it counts as attention if it, or a module around it, is attention."""
         if name == INPUT:
             return Origin(INPUT)
-        model, path = self.proof_model.model, name.split(".")
+        model, path = self.runner.model, name.split(".")
         kinds = [type(model.get_submodule(".".join(path[: depth + 1]))).__name__ for depth in range(len(path))]
         is_attention = any(
             "attention" in kind.lower() or "attn" in part for kind, part in zip(kinds, path, strict=True)
@@ -348,11 +384,39 @@ def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
     return max(lists, key=len, default=())
 
 
-def _own_part(made: torch.Tensor, run: RunResult, at: int) -> torch.Tensor | None:
-    """Cut a module's output to the tokens of one sample; None if the output has no value for each token."""
-    num_rows, num_tokens = run.shape
+def _columns(value: Any) -> torch.Tensor | None:
+    """Copy a few columns of what a module takes or gives; a view would keep the whole of it."""
+    is_states = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.numel() and value.is_floating_point()
+    if not is_states:
+        return None
+    return value.detach()[..., :: -(-value.shape[-1] // _NUM_COLUMNS)].to("cpu", torch.float32, copy=True)
+
+
+def _own_part(made: torch.Tensor | None, ran: Ran, at: int) -> torch.Tensor | None:
+    """Cut columns to the tokens of one sample; None if they have no value for each token."""
+    if made is None:
+        return None
+    num_rows, num_tokens = ran.states.shape[:2]
     # Some modules flatten rows and tokens into one dimension.
     per_token = made.reshape(-1, made.shape[-1])
     if len(per_token) != num_rows * num_tokens:
         return None
-    return run.slots[at].of(per_token.reshape(num_rows, num_tokens, -1))
+    return ran.slots[at].of(per_token.reshape(num_rows, num_tokens, -1))
+
+
+def _differ(one: torch.Tensor | None, other: torch.Tensor | None, allowed: float) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return not float((one - other).abs().max()) <= allowed * max(1e-6, float(other.abs().max()))
+
+
+def _wrong(ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor], allowed: float) -> dict[int, Tokens]:
+    """Return the first and the last token of each sample that differs by more than this share of its largest state."""
+    found = {}
+    for at, (one, other) in enumerate(zip(ones, others, strict=True)):
+        largest = max(1e-6, float(other.abs().max()))
+        off = (one.float() - other.float()).abs().amax(dim=-1) / largest
+        wrong = torch.nonzero(~(off <= allowed)).flatten().tolist()
+        if wrong:
+            found[at] = Tokens(wrong[0], wrong[-1])
+    return found

@@ -1,9 +1,10 @@
-"""Make the inputs of the proof on a trainer's first batch: the sequence, its samples alone, and changed copies."""
+"""Make the batches of the proof on a trainer's own sequence: the sequence, its samples alone, and changed copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,14 +12,9 @@ import torch
 
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
 from swift_vlpack.feed.sequence import layout, packed_sequence
-from swift_vlpack.proof.branches import PREFIX, Prefix, as_trained, marked, without_extras
-from swift_vlpack.proof.perturb import (
-    kinds_of_media,
-    replaced,
-    with_other_media,
-    with_other_prefix,
-)
-from swift_vlpack.proof.proof_model import Slot, slots_in
+from swift_vlpack.proof.branches import as_trained, marked, without_extras
+from swift_vlpack.proof.perturb import media_of
+from swift_vlpack.proof.runner import Collated, Slot, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
@@ -26,6 +22,9 @@ TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE, FEWEST_TARGETS = 8, 256, 2
 """Number of targets in the loss of this proof: most of a sample, most of a sequence, and fewest of a sample (its first
 and last target). Each target costs a product with the whole vocabulary, forward and backward. A few are enough, because
 the gradient of a late target reaches all tokens before it in every layer but the last."""
+
+_AT = "_at"
+"""Field of a sample with its number in the sequence."""
 
 
 def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
@@ -54,14 +53,16 @@ def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int
 
 @dataclass(frozen=True)
 class FirstSequence:
-    """A packed sequence as the trainer got it, and its samples, encoded again."""
+    """A packed sequence as the trainer got it, and its samples, encoded again. It makes batches of itself (`Batches`).
+
+    Tokens are replaced in the sequence, so that it stays the trainer's own. Media are collated again, if they change.
+    """
 
     inputs: Mapping[str, Any]
     record: PackRecord
-    samples: Sequence[Encoded] | str
+    encoded: Sequence[Encoded] | str
     """The samples, or the reason why they could not be encoded again."""
     template: Any
-    is_ordinary: Callable[[int], bool]
 
     @cached_property
     def slots(self) -> list[Slot]:
@@ -69,29 +70,16 @@ class FirstSequence:
         return slots_in(self.record.boundaries)
 
     @cached_property
-    def places(self) -> list[slice | torch.Tensor]:
-        """Return the index of the tokens of each sample, those of a prefix that it shares first."""
-        return [slot.places for slot in self.slots]
-
-    @cached_property
-    def units(self) -> list[list[int]]:
-        """Return the samples of each prefix that samples share."""
-        units: dict[int, list[int]] = {}
-        for at, slot in enumerate(self.slots):
-            if slot.num_prefix:
-                units.setdefault(slot.prefix_start, []).append(at)
-        return list(units.values())
-
-    @property
-    def has_units(self) -> bool:
-        """Return whether samples share a prefix."""
-        return bool(self.units)
-
-    @cached_property
-    def whole_rows(self) -> list[Encoded]:
-        """Return the samples encoded again, with marks of the prefixes that they share in the sequence."""
-        assert not isinstance(self.samples, str)
-        return marked(self.samples, self.record.shared)
+    def samples(self) -> list[Encoded]:
+        """Return the samples with marks of the prefixes that they share; if need be, only their tokens."""
+        if isinstance(self.encoded, str):
+            tokens = [slot.of(self.inputs["input_ids"]).tolist() for slot in self.slots]
+            rows: list[Encoded] = [{"input_ids": one, "length": len(one)} for one in tokens]
+        else:
+            rows = list(self.encoded)
+        names = self.record.sample_ids
+        rows = [{**row, "sample_id": name, _AT: at} for at, (row, name) in enumerate(zip(rows, names, strict=True))]
+        return marked(rows, self.record.shared)
 
     @cached_property
     def watched(self) -> list[int]:
@@ -101,14 +89,8 @@ class FirstSequence:
         the first has none.
         """
         labels = self.inputs["labels"][0]
-        has_target = [bool((labels[places][1:] != NO_LABEL).any()) for places in self.places]
-        number = len(has_target)
-        return list(range(1 if any(has_target[1::2]) else 0, number, 2))
-
-    @cached_property
-    def others(self) -> list[int]:
-        """Return the samples that are not watched."""
-        return [at for at in range(len(self.slots)) if at not in self.watched]
+        has_target = [bool((labels[slot.places][1:] != NO_LABEL).any()) for slot in self.slots]
+        return list(range(1 if any(has_target[1::2]) else 0, len(has_target), 2))
 
     @cached_property
     def is_learnt(self) -> torch.Tensor:
@@ -124,48 +106,37 @@ class FirstSequence:
             is_learnt[targets[spread.long()]] = True
         return is_learnt
 
-    def for_watched(self) -> dict[str, Any]:
-        """Return the inputs with a few labels of the watched samples only (`is_learnt`): the loss is theirs alone."""
-        return {**self.inputs, "labels": self.inputs["labels"].masked_fill(~self.is_learnt, NO_LABEL)}
+    @contextmanager
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
+        """Yield the sequence with the tokens and media of these samples, or one sample as the host has it un-packed."""
+        yield replace(Collated.of(self._alone(samples[0])), slots=()) if not packed else self._packed(samples)
 
-    def with_other(self, which: Sequence[int]) -> dict[str, Any]:
-        """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay.
+    def _packed(self, samples: Sequence[Encoded]) -> Collated:
+        made = {**self.inputs, "labels": self.inputs["labels"].masked_fill(~self.is_learnt, NO_LABEL)}
+        tokens = made["input_ids"].clone()
+        for slot, sample in zip(self.slots, samples, strict=True):
+            tokens[slot.row, slot.places] = torch.tensor(sample["input_ids"]).to(tokens)
+        made["input_ids"] = tokens
+        return replace(Collated.of(made | self._media(samples)), slots=self.slots)
 
-        A prefix stays unchanged, with its media, because other samples share it.
-        """
-        inputs = self.for_watched()
-        inputs["input_ids"] = inputs["input_ids"].clone()
-        for slot in map(self.slots.__getitem__, which):
-            row = {"input_ids": slot.of(inputs["input_ids"]).tolist(), PREFIX: Prefix(slot.num_prefix)}
-            own = replaced(row, self.is_ordinary)["input_ids"][slot.num_prefix :]
-            inputs["input_ids"][0, slot.tokens] = torch.tensor(own)
-        return inputs | self._other_media([at for at in which if not self.slots[at].num_prefix])
-
-    def with_other_prefixes(self, units: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Return `for_watched()` with other tokens and media in the prefixes of these units."""
-        inputs = self.for_watched()
-        inputs["input_ids"] = inputs["input_ids"].clone()
-        for slot in (self.slots[unit[0]] for unit in units):
-            row = {"input_ids": slot.of(inputs["input_ids"]).tolist(), PREFIX: Prefix(slot.num_prefix)}
-            if (others := with_other_prefix([row], self.is_ordinary)) is not None:
-                inputs["input_ids"][0, slot.prefix] = torch.tensor(others[0]["input_ids"][: slot.num_prefix])
-        return inputs | self._other_media([at for unit in units for at in unit])
-
-    def _other_media(self, which: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the inputs that hold media, with those of the samples `which` replaced; empty if none has media."""
-        if isinstance(self.samples, str) or not any(kinds_of_media(self.samples[at]) for at in which):
+    def _media(self, samples: Sequence[Encoded]) -> dict[str, torch.Tensor]:
+        """Return the inputs with media that are not those of the batch; empty if all are."""
+        changed = [media_of(one).keys() for one, own in zip(samples, self.samples, strict=True) if _differ(one, own)]
+        names = {name for names in changed for name in names} & set(self.inputs)
+        if not names:
             return {}
-        changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.whole_rows)]
-        names = {name for one in changed for name in kinds_of_media(one)} & set(self.inputs)
-        made = packed_sequence(self.template, as_trained(changed), multiple=self.record.sequence_multiple)
+        rows = as_trained([without_mark(one) for one in samples])
+        made = packed_sequence(self.template, rows, multiple=self.record.sequence_multiple)
         return {name: made[name].to(self.inputs[name]) for name in names if isinstance(self.inputs[name], torch.Tensor)}
 
-    def alone(self, at: int) -> dict[str, Any]:
+    def _alone(self, sample: Encoded) -> dict[str, Any]:
         """Collate one sample as the host does un-packed, with the targets and weights that it has in the sequence."""
-        assert not isinstance(self.samples, str)
         with layout(self.template, packed=False):
-            made: dict[str, Any] = self.template.data_collator([without_extras(self.samples[at])])
-        here, places = self.places[at], is_token(made)
+            made: dict[str, Any] = self.template.data_collator([without_extras(without_mark(sample))])
+        here, mask = self.slots[sample[_AT]].places, made.get("attention_mask")
+        places = torch.ones_like(made["labels"], dtype=torch.bool)
+        if mask is not None and mask.dim() == 2:
+            places = mask.bool()
         is_learnt = torch.zeros_like(places)
         is_learnt[places] = self.is_learnt[here].cpu()
         made["labels"] = made["labels"].masked_fill(~is_learnt, NO_LABEL)
@@ -176,7 +147,10 @@ class FirstSequence:
         return made
 
 
-def is_token(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Return a mask of the tokens that are not padding, for a batch of one un-packed sample."""
-    mask = inputs.get("attention_mask")
-    return mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(inputs["labels"], dtype=torch.bool)
+def without_mark(sample: Encoded) -> Encoded:
+    """Copy a sample without its number in the sequence."""
+    return {name: value for name, value in sample.items() if name != _AT}
+
+
+def _differ(one: Encoded, own: Encoded) -> bool:
+    return any(value is not own.get(name) for name, value in media_of(one).items())

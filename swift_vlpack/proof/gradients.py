@@ -1,77 +1,152 @@
-"""Compare gradients and leave no trace on the model: use those of norms and biases only, taken by `autograd.grad`."""
+"""Take gradients of parameters in a backward, compare them, and leave no trace on the model.
+
+Which ones: before training the norms and biases, because every path of the model goes through some. With the trainer's
+loss, all that are trained, of which embeddings and head give a few rows.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
-from swift_vlpack.proof.proof_model import VISION_PARTS
-from swift_vlpack.proof.reference import Float32Mode
-from swift_vlpack.proof.shards import let_go, shape_of, whole
+from swift_vlpack.proof.shards import let_go, shape_of, sharded_by, whole
 
+VISION_PARTS = ("visual", "vision", "audio", "image")
+"""Words in the names of modules that are not part of the language model."""
+NUM_ROWS = 64
+"""Rows of the gradients of embeddings and head that are compared: those of the most frequent tokens, because only a
+token that comes twice shows whether its gradients are added up."""
+_NUM_KEPT = 2**16
+"""Most values that are kept of each parameter's gradient; of a larger gradient only every n-th value is compared."""
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes that hold the function of gradient checkpointing: on a layer (transformers and ms-swift), and on torch's
 wrapper around a layer (FSDP)."""
-_BYTES_IN_FLOAT32 = 2**33
-"""Most memory that float32 copies of the weights may take, beside the model, until the backward is done."""
+_OF_VOCABULARY = {"get_input_embeddings": "embeddings", "get_output_embeddings": "head"}
 
 
-@contextmanager
-def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights of norms and the biases, frozen or not, because every path of the model goes through some.
+class Parameters:
+    """The parameters whose gradients are compared. All ranks must make it together if parameters are sharded."""
 
-    Take their gradients by `torch.autograd.grad`, which fills no `.grad` and runs no hook of DDP. Gradient
-    checkpointing stays on, in the non-reentrant form, because the reentrant one does not support that function.
-    If parameters are sharded, these are the whole ones (`shards.whole`), and all ranks must enter and leave together.
-    The mapping is empty if they cannot be found.
-    """
-    let_go(model)
-    chosen = _norms_and_biases(model)
-    of_forward = whole(model, chosen)
-    before = [(chosen[name], chosen[name].requires_grad) for name in of_forward]
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(True)
-        with _run_again(model):
-            yield of_forward
-    finally:
-        for parameter, was_required in before:
-            parameter.requires_grad_(was_required)
+    def __init__(
+        self, model: Any, *, all_trained: bool = False, has_engine: bool = False, tokens: torch.Tensor | None = None
+    ) -> None:
+        """Choose norms and biases, frozen or not; or, with `all_trained`, all that is trained.
+
+        `has_engine` says that an engine (DeepSpeed) receives the gradients of parameters in the backward; it must not
+        receive those of a proof. Hooks on parameters can be removed for a pass. If the engine uses another way, no
+        parameters are compared. `tokens` are those of the batch, by which rows of embeddings and head are chosen.
+        """
+        self.model = model
         let_go(model)
+        named = dict(model.named_parameters())
+        self._parts = _of_vocabulary(model)
+        self._rows = None if tokens is None else _most_frequent(tokens)
+        of_vocabulary = {name for name, one in named.items() if id(one) in self._parts}
+        if all_trained:
+            chosen = [name for name, one in named.items() if one.requires_grad]
+            # Where rows are spread over ranks, one gradient of a whole vocabulary would be gathered.
+            chosen = [name for name in chosen if name not in of_vocabulary or not sharded_by(model)]
+        else:
+            chosen = [name for name, one in named.items() if len(shape_of(one)) == 1 and one.is_floating_point()]
+        self.of_forward = whole(model, chosen)
+        """The parameters by name, as a forward and backward see them: the whole ones, if they are sharded."""
+        trained = [one for name, one in self.of_forward.items() if named[name].requires_grad]
+        self.why_none: str | None = None
+        if chosen and not self.of_forward:
+            self.why_none = "they are sharded"
+        elif has_engine and not all(_hooks_of(one) for one in trained):
+            self.why_none = "an engine takes them in the backward"
+        elif any(one._backward_hooks for one in trained):
+            self.why_none = "something else takes them in the backward"
+
+    @contextmanager
+    def collected(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Collect the gradient of each chosen parameter, and clear `.grad` at once; restore everything afterwards.
+
+        `torch.autograd.grad` would not touch `.grad`, but does not work with reentrant checkpointing. If something else
+        receives gradients in the backward, its hooks are taken away for the pass. All other parameters are frozen.
+        """
+        found: dict[str, torch.Tensor] = {}
+        let_go(self.model)
+        named = dict(self.model.named_parameters())
+        before = [(one, one.grad, one.requires_grad) for one in named.values()]
+        others = [(hooks, dict(hooks)) for one in self.of_forward.values() if (hooks := _hooks_of(one))]
+        chosen = {} if self.why_none else self.of_forward
+        handles = []
+        try:
+            for hooks, _ in others:
+                hooks.clear()
+            for name, one in named.items():
+                one.grad = None
+                if one.requires_grad != (name in chosen):
+                    one.requires_grad_(name in chosen)
+            for name, one in chosen.items():
+                one.requires_grad_(True)  # FSDP2 sets it on a whole parameter only when it gathers
+                hook = partial(self._take, found, name, self._parts.get(id(named.get(name))))
+                handles.append(one.register_post_accumulate_grad_hook(hook))
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+            for hooks, all_before in others:
+                hooks.update(all_before)
+            for one, grad, was_required in before:
+                if one.requires_grad != was_required:
+                    one.requires_grad_(was_required)
+                one.grad = grad
+            let_go(self.model)
+
+    def _take(self, found: dict[str, torch.Tensor], name: str, part: str | None, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if part is not None and self._rows is not None:
+            name, kept = f"{part}: {name}", parameter.grad[self._rows.to(parameter.grad.device)].flatten()
+        else:
+            kept = parameter.grad.reshape(-1)[:: -(-parameter.grad.numel() // _NUM_KEPT)]
+        kept = kept.float().clone()
+        # Add up, because the hook may run more than once if checkpointing runs a layer again in the backward.
+        found[name] = found[name] + kept if name in found else kept
+        parameter.grad = None
+
+
+class ParametersInFloat32(Parameters):
+    """Float32 copies of the norms and biases, in place of those in 16 bits."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        copies = {name: one.detach().float().requires_grad_(True) for name, one in self.of_forward.items()}
+        self.by_id = {id(one): copies[name] for name, one in self.of_forward.items()}
+        """The copies by the `id` of the parameter, for `Float32Mode`."""
+        self.of_forward = copies
+
+
+def _most_frequent(tokens: torch.Tensor) -> torch.Tensor:
+    counts = tokens.flatten().bincount()
+    return counts.topk(min(NUM_ROWS, int((counts > 0).sum()))).indices
+
+
+def _of_vocabulary(model: Any) -> dict[int, str]:
+    """Return the ids of the weights of embeddings and head, which have a row for each word, with their names."""
+    ends = [(name, getattr(model, method, lambda: None)()) for method, name in _OF_VOCABULARY.items()]
+    return {id(end.weight): name for name, end in reversed(ends) if getattr(end, "weight", None) is not None}
+
+
+def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
+    """Return the hooks that receive the gradient of a parameter: of DeepSpeed, or of an optimizer in the backward."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 @contextmanager
-def small_set_in_float32(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]]:
-    """Yield float32 copies of the small set, by name and by the `id` of the parameter.
-
-    The mapping by name is empty if the backward would keep too many weights in float32. With gradient checkpointing
-    only the weights of one layer are kept at a time; without it, those of all layers until the backward.
-    """
-    leaves = {name: one.detach().float().requires_grad_(True) for name, one in _norms_and_biases(model).items()}
-    by_id = {id(one): leaves[name] for name, one in _norms_and_biases(model).items()}
-    # Only 16-bit weights are widened; others are in float32 already.
-    num_bytes = sum(4 * one.numel() for one in model.parameters() if one.element_size() == 2)
-    with _run_again(
-        model, lambda: (nullcontext(), Float32Mode(next(model.parameters()).device.type, by_id))
-    ) as num_run_again:
-        yield (leaves if num_run_again or num_bytes <= _BYTES_IN_FLOAT32 else {}), by_id
-
-
-def _norms_and_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one for name, one in model.named_parameters() if len(shape_of(one)) == 1 and one.is_floating_point()}
-
-
-@contextmanager
-def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None) -> Iterator[int]:
+def run_again_in(model: torch.nn.Module, contexts: Callable[[], Any]) -> Iterator[int]:
     """Switch gradient checkpointing to torch's non-reentrant form; yield how many modules are checkpointed.
 
-    `contexts` makes two context managers: for a layer's forward, and for its second run in the backward.
+    `contexts` makes two context managers: for a layer's forward, and for its second run in the backward. The reentrant
+    form has no such contexts.
     """
     # Each layer that is checkpointed keeps the function to do so, as an attribute.
     checkpointed = [
@@ -80,13 +155,23 @@ def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None
         for name in _CHECKPOINTS
         if vars(module).get(name) is not None
     ]
+    # Unwrapped, because a host may have wrapped it to choose the form (ms-swift chooses the reentrant one).
+    function = partial(inspect.unwrap(torch.utils.checkpoint.checkpoint), use_reentrant=False, context_fn=contexts)
     try:
         for module, name, _ in checkpointed:
-            vars(module)[name] = _not_reentrant(contexts)
+            vars(module)[name] = function
         yield len(checkpointed)
     finally:
         for module, name, checkpoint in checkpointed:
             vars(module)[name] = checkpoint
+
+
+def is_checkpointed(model: torch.nn.Module) -> bool:
+    """Tell whether layers are run again in the backward."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) is True or hasattr(module, "_checkpoint_wrapped_module")
+        for module in model.modules()
+    )
 
 
 def added(gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -94,7 +179,7 @@ def added(gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
     total: dict[str, torch.Tensor] = {}
     for gradient in gradients:
         for name, grad in gradient.items():
-            total[name] = total[name] + grad.float() if name in total else grad.float()
+            total[name] = total[name] + grad if name in total else grad
     return total
 
 
@@ -104,30 +189,15 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
     Over a whole part, because the gradient of a single parameter may be nothing but rounding errors, such as that of
     the bias of attention's keys.
     """
-    lengths, gaps = _squares(one, other)
-    # A part with next to no gradient is nothing but rounding, so each part counts as at least a thousandth of the whole
-    # (a millionth here, because these are squares).
-    whole = sum(lengths.values())
-    return {part: (gaps[part] / max(length, 1e-6 * whole, 1e-30)) ** 0.5 for part, length in lengths.items()}
-
-
-def _squares(
-    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, float], dict[str, float]]:
     lengths: dict[str, float] = {}
     gaps: dict[str, float] = {}
     for name in {**one, **other}:
-        part = next((part for part in VISION_PARTS if part in name), "language")
-        here, there = (side[name].float() if name in side else torch.zeros(()) for side in (one, other))
+        vision = next((part for part in VISION_PARTS if part in name), "language")
+        part = name.partition(": ")[0] if ": " in name else vision
+        here, there = (side.get(name, torch.zeros(())) for side in (one, other))
         lengths[part] = lengths.get(part, 0.0) + max(float((here * here).sum()), float((there * there).sum()))
         gaps[part] = gaps.get(part, 0.0) + float((here - there).square().sum())
-    return lengths, gaps
-
-
-def _not_reentrant(contexts: Callable[[], Any] | None) -> Any:
-    """Return torch's checkpoint function in its non-reentrant form.
-
-    Unwrapped, because a host may have wrapped it to choose the form (ms-swift chooses the reentrant one).
-    """
-    options = {} if contexts is None else {"context_fn": contexts}
-    return partial(inspect.unwrap(torch.utils.checkpoint.checkpoint), use_reentrant=False, **options)
+    # A part with next to no gradient is nothing but rounding, so each part counts as at least a thousandth of the whole
+    # (a millionth here, because these are squares).
+    total = sum(lengths.values())
+    return {part: (gaps[part] / max(length, 1e-6 * total, 1e-30)) ** 0.5 for part, length in lengths.items()}

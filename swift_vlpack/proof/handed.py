@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from swift_vlpack.attention.attention import keeps_samples_apart
-from swift_vlpack.proof.proof_model import Slot
+from swift_vlpack.proof.runner import Slot
 from swift_vlpack.proof.same_inputs import ENDS, NUMBERS_OF_SAMPLES
 from swift_vlpack.rows.families import text_config_of
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from swift_vlpack.feed.collate import UNUSED_COLUMNS
-from swift_vlpack.proof.branches import PREFIX, Prefix, num_prefix_of, units_in
+from swift_vlpack.proof.branches import num_prefix_of
 from swift_vlpack.rows.samples import Encoded
 
 # Fields that are never media, whatever the type of their values.
@@ -59,9 +59,9 @@ def _others(tokens: Sequence[int], is_ordinary: Callable[[int], bool]) -> list[i
     return [following.get(token, token) for token in tokens]
 
 
-def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
-    """Replace pixels and sounds by other values of the same shape; each `number` gives different values."""
-    return {**sample, **{name: _other(value, number) for name, value in media_of(sample).items()}}
+def with_other_media(sample: Encoded) -> Encoded:
+    """Replace pixels and sounds by other values of the same shape."""
+    return {**sample, **{name: _other(value) for name, value in media_of(sample).items()}}
 
 
 def media_of(sample: Encoded) -> dict[str, Any]:
@@ -72,38 +72,6 @@ def media_of(sample: Encoded) -> dict[str, Any]:
 def kinds_of_media(sample: Encoded) -> frozenset[str]:
     """Return which media a sample has, by the names of its fields."""
     return frozenset(media_of(sample))
-
-
-def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
-    """Append a twin of one sample for each kind of media, and of each unit: the same tokens with other pixels.
-
-    Twins show when a sample is given the images of another one, even if all images have the same size.
-    """
-    twins, seen = [], set[frozenset[str]]()
-    units = units_in(samples)
-    in_units = {at for unit in units for at in unit}
-    for at, sample in enumerate(samples):
-        kinds = kinds_of_media(sample)
-        if kinds and kinds not in seen and at not in in_units:
-            seen.add(kinds)
-            twins.append(with_other_media(sample))
-    for unit in units:
-        prefix = Prefix(num_prefix_of(samples[unit[0]]))
-        twins += [{**with_other_media(samples[at]), PREFIX: prefix} for at in unit if kinds_of_media(samples[at])]
-    return [*samples, *twins]
-
-
-def twins(samples: Sequence[Encoded]) -> list[tuple[int, int]]:
-    """Return the pairs of samples that differ only in their media."""
-    with_media = [at for at, sample in enumerate(samples) if kinds_of_media(sample)]
-    return [
-        (one, other)
-        for one in with_media
-        for other in with_media
-        if one < other
-        and samples[one]["input_ids"] is samples[other]["input_ids"]
-        and samples[one] is not samples[other]
-    ]
 
 
 def _has_content(value: Any) -> bool:
@@ -121,13 +89,12 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _other(value: Any, number: int) -> Any:
+def _other(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _other(inner, number) for name, inner in value.items()}
+        return {name: _other(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_other(inner, number) for inner in value)
+        return type(value)(map(_other, value))
     if isinstance(value, Image.Image):
-        # Shift the 256 values of an 8-bit pixel, by another amount for every `number`.
-        return value.convert("RGB").point(lambda level: (_BRIGHTEST - level + 64 * (number - 1)) % (_BRIGHTEST + 1))
-    # Mirror values around `number` / 2: they stay in about the same range, and keep their shape and type.
-    return number - value if _is_floating(value) else value
+        return value.convert("RGB").point(lambda level: _BRIGHTEST - level)
+    # Mirror values around a half: they stay in about the same range, and keep their shape and type.
+    return 1 - value if _is_floating(value) else value

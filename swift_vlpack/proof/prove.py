@@ -8,24 +8,22 @@ isolation verified: max difference 0.0 over 2 samples, attention vlpack (packed 
 Traceback (most recent call last):
 swift_vlpack.errors.IsolationError: isolation could not be verified with attention sdpa: positions begin again ...
 
-There are two proofs. The one before training takes short samples of every kind and sequences of the plan:
+One function measures (`compare.compare`), and is asked of three things: a few short samples of every kind, sequences of
+the plan, and the trainer's own first batch, there with the trainer's loss, wrappers, random draws and checkpointing:
 
-    choose_samples  ->  measure (forwards and backwards of a `ProofModel`)  ->  verdict  ->  a line for the log
+    choose_samples, first_batch  ->  compare (passes of a `Runner`)  ->  verdict  ->  a line for the log
 
-(a) Replace the tokens, then the media, of some samples: their own logits must move, and those of the others must not.
-(b) Compare packed with alone, by the model's own attention and the host's own collator (`reference`): logits, labels,
-    loss weights, positions and gradients must be equal, up to the rounding that is measured on this model (`limits`).
-(c) Compare whole sequences of the plan with their samples alone: they must be equal, too.
-
-The other proof takes the first batch, with the trainer's own loss, wrappers, random draws and checkpointing:
-first_batch -> in_training -> verdict. If the proof before training fails, `explain` finds which sample moved which, at
-which tokens and first in which module, and names the likeliest cause.
+The short samples and one sequence are compared in float32, on the same weights, within fixed limits; and all is
+compared in the data type that trains, within what its rounding does to this model. If a proof fails, `explain` finds
+which sample moved which, at which tokens and first in which module, and names the likeliest cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,17 +35,34 @@ from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.waiting import is_of_collective
-from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_samples, tokens_of_epoch
-from swift_vlpack.proof.explain import explain, facts_of, of_linear_attention
-from swift_vlpack.proof.in_training import InTraining
-from swift_vlpack.proof.measure import Measurements, measure_pack
-from swift_vlpack.proof.perturb import can_be_replaced, with_twins
-from swift_vlpack.proof.proof_model import ProofModel, TemplateBatches
+from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_of_each_kind, short_samples
+from swift_vlpack.proof.compare import Compared, compare, gap_of, worst
+from swift_vlpack.proof.explain import explain, of_linear_attention, window_of
+from swift_vlpack.proof.first_batch import FirstSequence
+from swift_vlpack.proof.gradients import Parameters, added, difference, is_checkpointed
+from swift_vlpack.proof.perturb import can_be_replaced
+from swift_vlpack.proof.reference import (
+    QUICK,
+    Reference,
+    in_float32,
+    is_coarse,
+    own_attention,
+    repeatable_training,
+    untouched,
+    why_not_in_float32,
+)
+from swift_vlpack.proof.runner import Ran, Runner, TemplateBatches, length_of
 from swift_vlpack.proof.shards import is_sharded
-from swift_vlpack.proof.verdict import Finding, Proof, finding_in, finding_in_training, line_in_training
+from swift_vlpack.proof.verdict import COARSE, SHARP, SHORT, Finding, Judged, Limits, Proof, line_in_training
 from swift_vlpack.rows.contents import num_supervised
 from swift_vlpack.rows.samples import Encoded
+from swift_vlpack.words import counted
 
+TOKENS_ALLOWED = 16_384
+"""Most tokens of sequences of the plan that are compared; the shortest sequence is compared in any case."""
+SECONDS_IN_FLOAT32 = 60
+"""Most seconds that a sequence of the plan may take in float32, by what the short samples took."""
+_PLAN = "sequences of the plan"
 _RUN_AGAIN = (
     "a layer that is run again in the backward (gradient checkpointing) does something else than in the forward: what "
     "it looks at, such as boundaries, is gone by then. The backward of a pack is not that of its samples one by one"
@@ -84,9 +99,9 @@ def proof_of(
 ) -> Proof:
     """Run `prove` and return its numbers. Ranks whose parameters are sharded agree by `results_of_all`."""
     batches = TemplateBatches(template, packs.config.sequence_multiple)
-    proof_model = ProofModel(unwrapped(model), batches, is_ordinary_token(template.tokenizer), forward_context)
+    runner = Runner(unwrapped(model), batches, is_ordinary_token(template.tokenizer), forward_context)
     samples = chosen_samples(
-        packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, proof_model.is_ordinary)
+        packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, runner.is_ordinary)
     )
     if not samples:
         readable = short_samples(packs)  # raises if no row can be read
@@ -100,8 +115,8 @@ def proof_of(
             f"one that it cannot is {readable[0].get('sample_id')}. Set packing_verify=false to train without a proof"
         )
     try:
-        sequences = sequences_of_plan(packs, facts_of(proof_model.model.config)["window"])
-        return run_proof(proof_model, samples, sequences, tokens_of_epoch(packs), results_of_all=results_of_all)
+        sequences = sequences_of_plan(packs, window_of(runner.model.config))
+        return run_proof(runner, samples, sequences, results_of_all=results_of_all)
     except VLPackError:
         raise
     except Exception as error:
@@ -120,27 +135,28 @@ def is_ordinary_token(tokenizer: Any) -> Callable[[int], bool]:
 
 
 def run_proof(
-    proof_model: ProofModel,
+    runner: Runner,
     samples: Sequence[Encoded],
     sequences: Sequence[Sequence[Encoded]] = (),
-    tokens_of_epoch: int = 0,
     *,
+    what: str = _PLAN,
     results_of_all: OfAll = ALONE.results_of_all,
 ) -> Proof:
-    """Prove isolation on one pack of these samples and on sequences of the plan.
+    """Prove isolation on one pack of these short samples and on sequences of the plan.
 
-    The pack also holds twins of samples with media (`with_twins`). `tokens_of_epoch` decides how many of the
-    `sequences` are compared. Raises `IsolationError` with the likeliest cause.
+    Raises `IsolationError` with the likeliest cause. `what` names the sequences in the line.
     """
-    name, numbers = attention.name_of(proof_model.model.config), None
+    name, proof = attention.name_of(runner.model.config), None
     try:
-        measured = measure_pack(proof_model, with_twins(samples), sequences, tokens_of_epoch)
-        finding = _agreed(proof_model, finding_in(measured), results_of_all)
+        with untouched(runner.model), repeatable_training(runner.model):
+            proof = _measured(runner, samples, sequences, what, results_of_all)
+        finding = _agreed(runner, proof.finding(), results_of_all)
         if finding is None:
-            return Proof.of(measured)
-        cause, seen, numbers = finding.cause, "", Proof.of(measured)
-        if finding.sequence is not None:
-            cause, seen = _explained(measured, finding)
+            return proof
+        cause, seen = finding.cause, ""
+        if finding.compared is not None and not cause:
+            judged = next(one for one in proof.judged if one.compared is finding.compared)
+            cause, seen = explain(judged.compared.runner, judged.compared.samples, judged.limits)
     except BoundaryError as error:
         positions, other = "positions are not restarted at the boundaries", "the sequence is not its samples"
         cause = positions if "position" in str(error) else other
@@ -151,12 +167,145 @@ def run_proof(
         finding, cause, seen = Finding(str(error).strip().splitlines()[0]), _RUN_AGAIN, ""
     details = "; ".join(filter(None, (finding.said, seen)))
     said = f"isolation could not be verified with attention {name}: {cause}. ({details})"
-    raise IsolationError(said, cause=cause, measured=numbers)
+    raise IsolationError(said, cause=cause, measured=proof)
 
 
-def _agreed(proof_model: ProofModel, finding: Finding | None, results_of_all: OfAll) -> Finding | None:
+def _measured(
+    runner: Runner,
+    samples: Sequence[Encoded],
+    sequences: Sequence[Sequence[Encoded]],
+    what: str,
+    results_of_all: OfAll,
+) -> Proof:
+    """Compare in the data type that trains, then in float32 if that is another one.
+
+    The number of forwards does not depend on their results, because ranks that wait for each other in a forward must
+    run equally many.
+    """
+    reference = Reference(runner, samples, is_trained=not is_checkpointed(runner.model))
+    by_length = sorted(samples, key=length_of)
+    known = [one for one in samples if reference.name_for(one) is not None]
+    samples = known if len(known) > 1 else by_length[:2]
+    parameters = Parameters(runner.model)
+    # Reversed, the pack has equal length but other boundaries, so a cache of boundaries by length gives wrong ones. The
+    # one with a backward comes first: some kernels are used only with or only without.
+    turned = compare(runner, samples[::-1], parameters=parameters, keeps=True)
+    pack = compare(runner, samples, swaps=True, known=turned.alone)
+    kept = _affordable(sequences)
+    of_plan = [compare(runner, sequence, keeps=number == 0) for number, sequence in enumerate(kept)]
+    left_out = _left_out(sequences, of_plan)
+    own = [(pack, SHORT), (turned, SHORT), *((one, what) for one in of_plan)]
+    if not is_coarse(runner.model, pack.dtype):
+        return Proof([Judged(one, SHARP, said) for one, said in own], SHARP, left_out)
+    judged, limits, why_not = _in_float32(runner, samples, kept[:1], [turned, *of_plan[:1]], what, results_of_all)
+    left_out += [why_not] if why_not else []
+    return Proof([*judged, *(Judged(one, limits, said, is_float32=False) for one, said in own)], limits, left_out)
+
+
+def _in_float32(
+    runner: Runner,
+    samples: Sequence[Encoded],
+    sequences: Sequence[Sequence[Encoded]],
+    own: Sequence[Compared],
+    what: str,
+    results_of_all: OfAll,
+) -> tuple[list[Judged], Limits, str]:
+    """Compare a short sample of each kind and one sequence in float32, if all ranks can.
+
+    `own` compared both in the data type that trains. Returns the comparisons in float32, the limits of that data type,
+    and the reason why something was not compared.
+    """
+    few = short_of_each_kind(samples)
+    if why_not := _first(results_of_all(lambda: why_not_in_float32(runner.model))):
+        return [], COARSE, f"float32 ({why_not})"
+    start = time.monotonic()
+    with in_float32(runner) as (again, parameters):
+        short = _tried(lambda: compare(again, few, parameters=parameters, keeps=True), results_of_all)
+        if isinstance(short, str):
+            alone = _tried(lambda: _alone_in_float32(again, few), results_of_all)
+            return [], COARSE if isinstance(alone, str) else _rounding(own[:1], [alone]), f"float32 ({short})"
+        judged, said = [Judged(short, SHARP, SHORT)], "" if parameters is not None else "gradients in float32 (memory)"
+        seconds = (time.monotonic() - start) / max(1, sum(map(length_of, few)))
+        for sequence in sequences:
+            estimate = max(results_of_all(partial(_estimate, seconds, sequence)))
+            if estimate > SECONDS_IN_FLOAT32:
+                said = f"{what} in float32 (it would take {estimate:.0f} s)"
+                continue
+            full = _tried(partial(compare, again, sequence, keeps=True), results_of_all)
+            if isinstance(full, str):
+                said = f"{what} in float32 ({full})"
+            else:
+                judged.append(Judged(full, SHARP, what))
+    return judged, _rounding(own, [one.compared.alone for one in judged]), said
+
+
+def _estimate(seconds_a_token: float, sequence: Sequence[Encoded]) -> float:
+    return seconds_a_token * sum(map(length_of, sequence))
+
+
+def _alone_in_float32(runner: Runner, samples: Sequence[Encoded]) -> dict[int, Ran]:
+    """Run samples alone, for a kernel that knows 16 bits only: the model's own attention knows both."""
+    reference = Reference(runner, samples, is_trained=False)
+    made = {}
+    for sample in samples:
+        with own_attention(runner.model, reference.name_for(sample) or QUICK):
+            made[id(sample)] = runner.run([sample], packed=False)
+    return made
+
+
+def _rounding(own: Sequence[Compared], in_float32: Sequence[Mapping[int, Ran]]) -> Limits:
+    """Return limits by how far samples alone are from themselves in float32, both by the model's own attention."""
+    sizes: list[float] = []
+    gradient: list[float] = []
+    for one, others in zip(own, in_float32, strict=False):
+        pairs = [(one.alone[key], other) for key, other in others.items() if key in one.alone]
+        gaps = [gap_of(ran.of(0), other.of(0), one.largest, ran.rerouted(0, other, 0)) for ran, other in pairs]
+        sizes += map(one.size, gaps)
+        if pairs and all(ran.gradient and other.gradient for ran, other in pairs):
+            off = difference(*(added([pair[side].gradient for pair in pairs]) for side in (0, 1)))
+            gradient.append(worst(list(off.values())))
+    return Limits.of_rounding(worst(sizes), worst(gradient) if gradient else None)
+
+
+def _tried(work: Callable[[], Any], results_of_all: OfAll) -> Any:
+    """Return the result of the work, or the reason why it failed on some rank: a kernel of 16 bits, or memory."""
+    result: Any = None
+    try:
+        result, said = work(), ""
+    except Exception as error:
+        if is_of_collective(error):
+            raise
+        said = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    return _first(results_of_all(lambda: said)) or result
+
+
+def _first(said: Sequence[str]) -> str:
+    return next(filter(None, said), "")
+
+
+def _affordable(sequences: Sequence[Sequence[Encoded]]) -> list[Sequence[Encoded]]:
+    """Choose sequences of the plan by their tokens: the first in any case, then each that still fits."""
+    left, kept = TOKENS_ALLOWED, list[Sequence[Encoded]]()
+    for sequence in sequences:
+        num_tokens = sum(map(length_of, sequence))
+        if not kept or num_tokens <= left:
+            kept.append(sequence)
+            left -= num_tokens
+    return kept
+
+
+def _left_out(sequences: Sequence[Sequence[Encoded]], compared: Sequence[Compared]) -> list[str]:
+    said = []
+    if (num := len(sequences) - len(compared)) > 0:
+        said.append(f"{counted(num, 'long sequence')} of the plan")
+    if num := sum(one.num_without for one in compared):
+        said.append(f"{counted(num, 'sample')} too long for the model's own attention")
+    return said
+
+
+def _agreed(runner: Runner, finding: Finding | None, results_of_all: OfAll) -> Finding | None:
     """Return the same finding on all ranks if parameters are sharded, because naming its cause runs forwards."""
-    if not is_sharded(proof_model.model):
+    if not is_sharded(runner.model):
         return finding
     said = results_of_all(lambda: None if finding is None else finding.said)
     if len(set(said)) == 1:
@@ -164,18 +313,74 @@ def _agreed(proof_model: ProofModel, finding: Finding | None, results_of_all: Of
     return Finding(next(filter(None, said)), _NOT_ON_ALL)
 
 
-def _explained(measured: Measurements, finding: Finding) -> tuple[str, str]:
-    assert finding.sequence is not None
-    single = measured.in_float32 if finding.is_in_float32 else None
-    return explain((single or measured).proof_model, finding.sequence, (single or measured).limits)
+def compared_in_training(
+    runner: Runner,
+    sequence: FirstSequence,
+    parameters: Parameters,
+    on_all: Callable[..., list[Any]],
+    *,
+    runs_alone: bool = True,
+) -> Compared:
+    """Compare a sequence of the trainer, as it will train. All ranks must call it.
+
+    If parameters are sharded, every pass is a collective. A rank that fails in one raises at once, because the others
+    wait for it in the middle of a forward, where it cannot send them a message.
+    """
+    made: list[Compared] = []
+
+    def work() -> None:
+        with untouched(runner.model), torch.enable_grad():
+            runner.model.train()
+            made.append(
+                compare(
+                    runner,
+                    sequence.samples,
+                    parameters=parameters,
+                    watched=sequence.watched,
+                    swaps=True,
+                    runs_alone=runs_alone and not isinstance(sequence.encoded, str),
+                    agree=lambda facts: on_all(lambda: facts),
+                )
+            )
+
+    on_all(work, is_collective=is_sharded(runner.model))
+    return made[0]
 
 
-def prove_in_training(measured: InTraining) -> str:
-    """Judge the measurements of the first batch. Returns a line for the log, or raises `IsolationError`."""
-    finding = finding_in_training(measured)
-    if finding is not None:
-        raise wrong_first_batch(finding.cause, finding.said)
-    return line_in_training(measured)
+def line_of_first_batch(
+    compared: Compared,
+    limits: Limits | None,
+    sequence: FirstSequence,
+    parameters: Parameters,
+    not_looked_at: Sequence[str] = (),
+) -> str:
+    """Judge what was compared on the first batch. Returns a line for the log, or raises `IsolationError`.
+
+    `limits` are those of the proof before training, which measured rounding on this model; None if it did not run.
+    """
+    coarse = is_coarse(compared.runner.model, compared.dtype)
+    limits = SHARP if not coarse else COARSE if limits is None else limits
+    proof = Proof([Judged(compared, limits, "the first batch", is_float32=not coarse)], limits)
+    if (finding := proof.finding()) is not None:
+        raise wrong_first_batch(finding.cause or (_LEAK if compared.moved > 0 else _IN_TRAINING), finding.said)
+    said = list(not_looked_at)
+    swapped = compared.swapped
+    if swapped is not None and swapped.moved and not swapped.num_changed:
+        said.append("other neighbours, whose tokens could not be changed so that they move themselves")
+    if parameters.why_none:
+        said.append(f"gradients of parameters ({parameters.why_none})")
+    if compared.has_drawn and is_sharded(compared.runner.model):
+        said.append("how large drawn noise is (parameters are sharded)")
+    if isinstance(sequence.encoded, str):
+        said.append(f"its samples encoded anew and alone, other media beside them ({sequence.encoded})")
+    if compared.num_without:
+        said.append(f"{counted(compared.num_without, 'sample')} too long for the model's own attention")
+    is_encoded_again = not isinstance(sequence.encoded, str)
+    return line_in_training(proof, is_encoded_again=is_encoded_again, not_looked_at=said)
+
+
+_LEAK = "samples of the trainer's own sequence see each other"
+_IN_TRAINING = "samples in the trainer's own sequence do not give what they give alone"
 
 
 def wrong_first_batch(cause: str, said: str) -> IsolationError:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from swift_vlpack.proof.limits import coarsest, gap_of, without_noise
-from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of
-from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.proof.gradients import ParametersInFloat32, run_again_in
+from swift_vlpack.proof.runner import Runner, length_of
+from swift_vlpack.proof.shards import is_sharded
 from swift_vlpack.rows.families import text_config_of
 from swift_vlpack.rows.samples import Encoded
 
@@ -32,57 +33,54 @@ _BYTES_OF_FORWARD, _BYTES_OF_BACKWARD = 2**31, 2**33
 _DRAWS = re.compile(r"drop|jitter|neftune_noise_alpha")
 """Names of attributes that hold the rates of random draws in training."""
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
-_FEW_WORDS = 200
-"""Length of the sample on which `OWN` and `QUICK` are compared."""
+_EQUAL, _EQUAL_IN_16_BITS = 1e-4, 5e-2
+"""Share of the largest hidden state by which sdpa may differ from the model's own attention, to stand in for it."""
 _SCALARS = (bool, int, float, str, type(None))
 _OF_16_BITS = (torch.bfloat16, torch.float16)
+_BYTES_IN_FLOAT32 = 2**33
+"""Most memory that float32 copies of the weights may take, beside the model, until the backward is done."""
+_SPARE = 2**31
+"""Memory that has to be free for a forward in float32, beside the largest weight: that of a sample's attention."""
 _CHOOSING = ("embedding", "__getitem__", "index_select")
 """Operations that select parts of a tensor. They run on the 16-bit weight, and only their result is widened, because
 the whole weight may be the embeddings of a vocabulary."""
 
 
 class Reference:
-    """Decide which samples can be run alone: by the model's own attention, or by sdpa if it is equal on this model."""
+    """Choose the attention by which a sample is run alone: the model's own, or sdpa if it is equal on this model."""
 
-    def __init__(self, proof_model: ProofModel, samples: Sequence[Encoded]) -> None:
-        self.proof_model = proof_model
-        self.limit = longest_for_own(proof_model.model)
-        self.short = words_of(min(samples, key=length_of), proof_model.is_ordinary)
+    def __init__(
+        self, runner: Runner, samples: Sequence[Encoded], *, is_trained: bool, stand_in: Sequence[Encoded] = ()
+    ) -> None:
+        """Compare both attentions on the shortest of the samples if one of them is too long for the model's own.
 
-    def is_for(self, samples: Sequence[Encoded]) -> bool:
-        """Tell whether all these samples can be run alone as a reference."""
-        return all(length_of(sample) <= self.limit for sample in samples) or self._has_equal
-
-    def known(self, samples: Sequence[Encoded]) -> Sequence[Encoded]:
-        """Select the samples that can be run alone; only the two shortest if even they are too long."""
-        by_length = sorted(samples, key=length_of)
-        return [one for one in samples if self.is_for([one])] if self.is_for(by_length[:2]) else by_length[:2]
-
-    @cached_property
-    def _has_equal(self) -> bool:
-        """Tell whether sdpa equals the model's own attention on a few words.
-
-        sdpa can run long samples, because it needs no matrix of L x L. But it drops arguments that some models use.
+        `is_trained` says that a backward follows, for which all layers keep their attention weights. If parameters are
+        sharded, all ranks compare, because they run equally many forwards; without samples, they run `stand_in`.
         """
-        logits = []
+        self.limit = longest_for_own(runner.model, is_trained=is_trained)
+        self.has_equal = False
+        if is_sharded(runner.model) or any(length_of(one) > self.limit for one in samples):
+            by_length = sorted(samples, key=length_of)[:1]
+            self.has_equal = _is_quick_equal(runner, by_length or stand_in, packed=not by_length)
+
+    def name_for(self, sample: Encoded) -> str | None:
+        """Return the name of the attention for a sample; None if there is none."""
+        return OWN if length_of(sample) <= self.limit else QUICK if self.has_equal else None
+
+
+def _is_quick_equal(runner: Runner, samples: Sequence[Encoded], *, packed: bool) -> bool:
+    """Tell whether sdpa equals the model's own attention on a sample.
+
+    sdpa can run long samples, because it needs no matrix of L x L. But it drops arguments that some models use.
+    """
+    found = []
+    with repeatable_training(runner.model):
         for name in (OWN, QUICK):
-            with own_attention(self.proof_model.model, name):
-                logits.append(self.proof_model.run([self.short], packed=False).logits[0])
-        return gap_of(*logits).most <= without_noise(coarsest([logits[0].dtype]), logits[0])
-
-
-def words_of(sample: Encoded, is_ordinary: Callable[[int], bool], most: int = _FEW_WORDS) -> Encoded:
-    """Make a sample from the words of another sample, with at most `most` tokens."""
-    tokens = [token for token in sample["input_ids"] if is_ordinary(token)][:most]
-    return {"input_ids": tokens, "labels": [NO_LABEL, *tokens[1:]], "length": len(tokens)}
-
-
-def run_alone(
-    proof_model: ProofModel, sample: Encoded, parameters: Mapping[str, torch.Tensor] | None = None
-) -> RunResult:
-    """Run one sample as the host does without packing; with `parameters` also a backward (`ProofModel.run`)."""
-    with own_attention_for(proof_model.model, length_of(sample)):
-        return proof_model.run([sample], packed=False, parameters=parameters)
+            with own_attention(runner.model, name):
+                found.append(runner.run(samples, packed=packed))
+    own, quick = (ran.states.float() for ran in found)
+    off = float((own - quick).abs().max()) / max(float(own.abs().max()), 1e-6)
+    return off <= (_EQUAL_IN_16_BITS if torch.finfo(found[0].dtype).bits == 16 else _EQUAL)
 
 
 @contextmanager
@@ -186,19 +184,55 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 @contextmanager
-def in_float32(
-    forward_context: AbstractContextManager[Any], device: str, leaves: Mapping[int, torch.Tensor]
-) -> Iterator[None]:
-    """Run a forward in float32: without autocast and TF32, and with 16-bit weights widened."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with forward_context, Float32Mode(device, leaves):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+def in_float32(runner: Runner) -> Iterator[tuple[Runner, ParametersInFloat32 | None]]:
+    """Yield a runner of the same model that computes in float32, and copies of its norms and biases for gradients.
+
+    None stands for the copies if the backward would keep too many weights in float32. With gradient checkpointing only
+    the weights of one layer are kept at a time; without it, those of all layers until the backward.
+    """
+    model, parameters = runner.model, ParametersInFloat32(runner.model)
+    device = next(model.parameters()).device.type
+    # Only 16-bit weights are widened; others are in float32 already.
+    num_bytes = sum(4 * one.numel() for one in model.parameters() if one.element_size() == 2)
+    mode = partial(Float32Mode, device, parameters.by_id)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        try:
+            with runner.forward_context(), mode():
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.allow_tf32 = before[1]
+
+    with run_again_in(model, lambda: (nullcontext(), mode())) as num_run_again:
+        again = replace(runner, forward_context=context)
+        yield again, parameters if num_run_again or num_bytes <= _BYTES_IN_FLOAT32 else None
+
+
+def why_not_in_float32(model: torch.nn.Module) -> str:
+    """Return the reason why a model cannot be run in float32, as far as it is known before; empty if there is none."""
+    if is_sharded(model):
+        return "parameters are sharded"
+    if any(not one.is_floating_point() or one.element_size() == 1 for one in model.parameters()):
+        return "weights are quantised"
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        needed = _SPARE + 4 * max(one.numel() for one in model.parameters())
+        if free - torch.cuda.memory_allocated(device) < needed:
+            return f"it needs {needed / 2**30:.1f} GB of free memory"
+    return ""
+
+
+def is_coarse(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Tell whether a model computes in 16 bits, or in TF32 (19 bits), CUDA's default for convolutions."""
+    takes_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+    is_tf32 = dtype == torch.float32 and takes_tf32 and next(model.parameters()).is_cuda
+    return torch.finfo(dtype).bits == 16 or is_tf32
 
 
 def longest_for_own(model: Any, *, is_trained: bool = False) -> int:
@@ -208,14 +242,6 @@ def longest_for_own(model: Any, *, is_trained: bool = False) -> int:
     num_layers = (getattr(text, "num_hidden_layers", None) or 32) if is_trained else 1
     most = _BYTES_OF_BACKWARD if is_trained else _BYTES_OF_FORWARD
     return int((most / (10 * num_heads * num_layers)) ** 0.5)  # 10 bytes: float32 for the softmax, and twice in 16 bits
-
-
-def own_attention_for(model: Any, num_tokens: int, *, is_trained: bool = False) -> AbstractContextManager[None]:
-    """Let a sample of this length run by the model's own attention; by sdpa if it is too long for that.
-
-    `is_trained` says that a backward follows, for which all layers keep their attention weights.
-    """
-    return own_attention(model, OWN if num_tokens <= longest_for_own(model, is_trained=is_trained) else QUICK)
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
@@ -230,6 +256,21 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
             found[id(config)] = config
             waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     return list(found.values())
+
+
+def has_rates(model: torch.nn.Module) -> bool:
+    """Tell whether any rate of random draws is above 0.
+
+    Needed beside `Ran.has_drawn`, because a custom kernel may draw without torch's generators.
+    """
+
+    def rates() -> list[Any]:
+        owners = [*model.modules(), *configs_of(model)]
+        return [value for owner in owners for value in vars(owner).values() if type(value) is float]
+
+    before = rates()
+    with repeatable_training(model):
+        return rates() != before
 
 
 def _settings(owners: list[Any]) -> list[tuple[Any, dict[str, Any]]]:

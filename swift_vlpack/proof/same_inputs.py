@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from swift_vlpack.feed.sequence import packed_sequence
 from swift_vlpack.plan.boundaries import ROOT, Boundaries
 from swift_vlpack.proof.branches import marked, without_extras
-from swift_vlpack.proof.proof_model import RunResult, Slot, length_of, slots_in
+from swift_vlpack.proof.perturb import kinds_of_media
+from swift_vlpack.proof.runner import Ran, Slot, length_of, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord
 
@@ -148,27 +149,69 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 # -- before training: a sequence and its samples alone ----------------------------------------------------------------
 
 
-def wrong_targets_of(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
+class WrongInputs(NamedTuple):
+    """A mistake in the inputs of a sequence, and its cause."""
+
+    said: str
+    cause: str
+
+
+def wrong_inputs(samples: Sequence[Encoded], packed: Ran, alone: Sequence[Ran | None]) -> WrongInputs | None:
+    """Compare the inputs of a sequence with those of its samples alone; None for a sample that was not run."""
+    pairs = [(sample, at, packed, ran) for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)) if ran]
+    if targets := next(filter(None, (_wrong_targets_of(*pair) for pair in pairs)), None):
+        return WrongInputs(targets, "labels or loss weights of the sequence are not those of its samples")
+    boundaries = boundaries_in(packed.slots)
+    tokens = wrong_boundaries(packed.inputs, boundaries) if boundaries and samples else None
+    tokens = tokens or next(filter(None, (wrong_positions(*pair) or wrong_tokens(*pair) for pair in pairs)), None)
+    if tokens:
+        return WrongInputs("compared as whole numbers, which no rounding moves", tokens)
+    if None in alone:
+        return None
+    inputs = [{} if is_further_branch(packed.slots, at) else ran.inputs for _, at, _, ran in pairs]
+    # In the order of the batch, which may be another than that of the samples.
+    in_batch = [inputs[at] for at in sorted(range(len(inputs)), key=lambda at: packed.slots[at])]
+    if (name := wrong_media(packed.inputs, in_batch)) is not None:
+        return WrongInputs(
+            f"{name} of a sequence is not that of its samples, one after the other",
+            "media are in the wrong order: images, videos or sounds of the sequence, or their grids, are exchanged",
+        )
+    return None
+
+
+def drops_media(samples: Sequence[Encoded], inputs: Mapping[str, Any]) -> bool:
+    """Tell whether samples have images, videos or sounds, and their batch has none."""
+    return any(map(kinds_of_media, samples)) and not kinds_of_media(dict(inputs))
+
+
+def _wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
     """Compare labels and loss weights of a sample with those of the host's un-packed batch."""
-    labels, expected = packed.labels[at], alone.labels[0]
+    labels, expected = _cut(packed, at, packed.labels), _cut(alone, 0, alone.labels)
     assert labels is not None
     assert expected is not None
-    weights = packed.weights[at], alone.weights[0]
+    weights = _cut(packed, at, packed.weights), _cut(alone, 0, alone.weights)
     slot, name = packed.slots[at], name_of(sample, at)
     is_first = not any(one.row == slot.row and one.tokens.stop == slot.first for one in packed.slots)
     wrong = wrong_fork(name, labels, slot.num_prefix)
     return wrong or wrong_targets(name, labels, expected, *weights, is_first=is_first)
 
 
-def wrong_positions(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
+def _cut(ran: Ran, at: int, per_token: torch.Tensor | None) -> torch.Tensor | None:
+    return None if per_token is None else ran.slots[at].of(per_token)
+
+
+def wrong_positions(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
     """Compare the positions of a sample with its positions alone.
 
     They must be equal up to one constant for all tokens and axes, because rotary embeddings see only differences of
     positions.
     """
-    if not packed.positions or not alone.positions:
+    if packed.positions is None or alone.positions is None:
         return None
-    here, there = (ran.positions[number].long().cpu() for ran, number in ((packed, at), (alone, 0)))
+    here, there = (
+        positions[:, slot.row, slot.places].long().cpu()
+        for positions, slot in ((packed.positions, packed.slots[at]), (alone.positions, alone.slots[0]))
+    )
     axes = max(len(here), len(there))
     moved = here.expand(axes, -1) - there.expand(axes, -1)
     wrong = torch.nonzero(moved != moved[0, 0])
@@ -194,7 +237,7 @@ def _why_of_text(inputs: Mapping[str, Any]) -> str:
     return f": {has}"
 
 
-def wrong_tokens(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
+def wrong_tokens(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
     """Compare all other inputs that have a whole number for each token, such as kinds of tokens."""
     for name in packed.inputs:
         joined, own = _of_tokens(packed, at, name), _of_tokens(alone, 0, name)
@@ -205,11 +248,11 @@ def wrong_tokens(sample: Encoded, at: int, packed: RunResult, alone: RunResult) 
     return None
 
 
-def _of_tokens(ran: RunResult, at: int, name: str) -> torch.Tensor | None:
+def _of_tokens(ran: Ran, at: int, name: str) -> torch.Tensor | None:
     """Return the part of an input that belongs to one sample; None if it has no whole number for each token."""
     value: Any = ran.inputs.get(name)
     is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
-    return ran.slots[at].of(value).cpu() if is_whole and value.shape == ran.shape else None
+    return ran.slots[at].of(value).cpu() if is_whole and value.shape == ran.inputs["input_ids"].shape else None
 
 
 def boundaries_in(slots: Sequence[Slot]) -> Boundaries | None:

@@ -9,6 +9,7 @@ and put together again into one row.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,11 +23,12 @@ import torch
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.prepare import unwrapped
 from swift_vlpack.errors import BoundaryError, DataError
-from swift_vlpack.proof.choose_samples import FEWEST, shortest_of_each_kind
+from swift_vlpack.proof.branches import PREFIX, Prefix
+from swift_vlpack.proof.choose_samples import FEWEST, short_of_each_kind
 from swift_vlpack.proof.perturb import can_be_replaced, media_of
-from swift_vlpack.proof.proof_model import Collated, ProofModel, Slot, length_of
 from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.proof.reference import configs_of
+from swift_vlpack.proof.runner import Collated, Runner, Slot, length_of
 from swift_vlpack.proof.same_inputs import WHERE_SAMPLES_START, name_of
 from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
@@ -39,6 +41,7 @@ NUM_ROWS = 4
 Sample = Mapping[str, Any]
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
+Tokens = np.ndarray[Any, Any]
 _GIVEN = "_given"
 _STARTS = "document_starts"
 _SPECIAL = re.compile(r"token_(id|index)s?$")
@@ -64,18 +67,21 @@ def verify(
     autocast.
     """
     inner = unwrapped(model)
+    if not hasattr(inner, "config"):
+        raise DataError(f"{type(inner).__name__} has no config; give verify a model of transformers")
     batches = CollatorBatches(collator, inner)
     sequences = [[batches.sample(row, name) for row, name in sequence] for sequence in _sequences(samples) if sequence]
-    proof_model = ProofModel(inner, batches, _is_ordinary(inner, collator), forward_context, has_own_collator=True)
+    sequences = [batches.marked(sequence) for sequence in sequences]
+    runner = Runner(inner, batches, _is_ordinary(inner, collator), forward_context, has_own_collator=True)
     usable = [
         sample for sequence in sequences for sample in sequence
-        if num_supervised(sample) and can_be_replaced(sample, proof_model.is_ordinary)
+        if num_supervised(sample) and can_be_replaced(sample, runner.is_ordinary)
     ]  # fmt: skip
     if not usable:
         raise DataError("verify found no sample with a target and two different tokens of text; give it others")
     few = _few(usable)
-    proof = run_proof(proof_model, few if len(few) > 1 else few * 2, sequences)
-    return replace(proof, others="the whole batch").line(attention.name_of(inner.config))
+    proof = run_proof(runner, few if len(few) > 1 else few * 2, sequences, what="the whole batch")
+    return proof.line(attention.name_of(inner.config))
 
 
 def _sequences(samples: Iterable[Sample]) -> list[list[tuple[Sample, str]]]:
@@ -90,11 +96,11 @@ def _sequences(samples: Iterable[Sample]) -> list[list[tuple[Sample, str]]]:
 
 
 def _few(samples: Sequence[Encoded]) -> list[Encoded]:
-    """Choose the shortest sample of each kind of media, and other short samples. Keeps the order that was given."""
-    by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
-    chosen = list(dict.fromkeys([*shortest_of_each_kind(samples), *by_length]))
-    num_kinds = len(shortest_of_each_kind(samples))
-    return [samples[at] for at in sorted(chosen[: max(FEWEST, num_kinds)])]
+    """Choose the shortest samples of each kind of media, and other short samples. Keeps the order that was given."""
+    of_kinds = short_of_each_kind(samples)
+    chosen = {id(one): one for one in [*of_kinds, *sorted(samples, key=length_of)]}
+    kept = set(list(chosen)[: max(FEWEST, len(of_kinds))])
+    return [one for one in samples if id(one) in kept]
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -102,11 +108,12 @@ def _few(samples: Sequence[Encoded]) -> list[Encoded]:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A sample as the caller gave it, and the place of its tokens in a batch of this sample alone."""
+    """A sample as the caller gave it, and its tokens in a batch of this sample alone."""
 
     row: Sample
     tokens: list[int]
     slot: Slot
+    made: Mapping[str, Any]
 
 
 class CollatorBatches:
@@ -119,6 +126,7 @@ class CollatorBatches:
     def __init__(self, collator: Collator, model: Any) -> None:
         self.collator = collator
         self.config = model.config
+        self.parts = list(model.modules())
         self.media_tokens = _tokens_of(configs_of(model), _MEDIA)
 
     def sample(self, row: Sample, name: str) -> Encoded:
@@ -130,8 +138,20 @@ class CollatorBatches:
         if not slot.length:
             raise DataError(f"{name} has no token")
         tokens, labels = (slot.of(made[field]).tolist() for field in ("input_ids", "labels"))
-        given = Given(row, tokens, slot)
+        given = Given(row, tokens, slot, made)
         return {**row, "input_ids": tokens, "labels": labels, "length": len(tokens), "sample_id": name, _GIVEN: given}
+
+    def marked(self, samples: Sequence[Encoded]) -> list[Encoded]:
+        """Mark the samples that share their first tokens in the collator's batch, as in a tree of prefixes."""
+        slots = slots_of(samples, self._collated([_as_given(sample) for sample in samples])["input_ids"])
+        marks: dict[tuple[int, int], Prefix] = {}
+        for slot in slots:
+            if slot.num_prefix:
+                marks.setdefault((slot.row, slot.prefix_start), Prefix(slot.num_prefix))
+        found = [marks.get((slot.row, slot.first)) for slot in slots]
+        return [
+            sample if mark is None else {**sample, PREFIX: mark} for sample, mark in zip(samples, found, strict=True)
+        ]
 
     @contextmanager
     def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
@@ -150,12 +170,18 @@ class CollatorBatches:
 
     def _alone(self, sample: Encoded) -> Collated:
         """Collate one sample without padding, boundaries and positions, which the model makes by itself."""
-        if _GIVEN not in sample:  # a few words of a sample
-            tokens, labels = (torch.tensor([sample[field]]) for field in ("input_ids", "labels"))
-            return _with_tokens({"input_ids": tokens, "labels": labels}, [Slot(0, 0, length_of(sample))], [sample])
-        made, slot = self._without_padding(self._collated([_as_given(sample)]), sample[_GIVEN].slot)
+        made, slot = self._without_padding(sample[_GIVEN].made, sample[_GIVEN].slot)
         made = {name: value for name, value in made.items() if name not in WHERE_SAMPLES_START}
-        return _with_tokens(self._with_types(made), [slot], [sample])
+        return _with_tokens(self._with_positions(self._with_types(made)), [slot], [sample])
+
+    def _with_positions(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Add the positions that the model makes of tokens and grids, because a hook may hand it only embeddings."""
+        make = next((part.get_rope_index for part in self.parts if hasattr(part, "get_rope_index")), None)
+        if make is None or not any(name.endswith("_grid_thw") for name in made):
+            return made
+        known = inspect.signature(make).parameters
+        positions, _ = make(**{name: value for name, value in made.items() if name in known})
+        return {**made, "position_ids": positions}
 
     def _without_padding(self, made: Mapping[str, Any], slot: Slot) -> tuple[dict[str, Any], Slot]:
         """Cut a batch of one sample to the sample's tokens, so that it needs no mask."""
@@ -200,14 +226,22 @@ class CollatorBatches:
 def slots_of(samples: Sequence[Encoded], rows: torch.Tensor) -> list[Slot]:
     """Find the tokens of each sample in the rows of a batch. Equal samples are found in the order in which they come.
 
-    Raises `BoundaryError` if the tokens of a sample are not there in one piece.
+    A sample may leave out the first tokens that it shares with the sample before it. Raises `BoundaryError` if the
+    tokens of a sample are not there.
     """
     lines = [np.array(row) for row in rows.tolist()]
     taken: list[Slot] = []
     for at, sample in enumerate(samples):
         tokens = np.array(sample[_GIVEN].tokens)
-        last = taken[-1] if taken else Slot(0, 0, 0)
-        found = _found(lines, tokens, taken, last.row, last.tokens.stop) or _found(lines, tokens, taken, 0, 0)
+        found = _found_after(lines, tokens, taken)
+        if found is None and taken:
+            before = np.array(samples[at - 1][_GIVEN].tokens)
+            shorter = min(len(before), len(tokens) - 1)
+            differ = np.flatnonzero(before[:shorter] != tokens[:shorter])
+            num_prefix = int(differ[0]) if len(differ) else shorter
+            # Of a branch of a branch all first tokens lie where those of the first one do.
+            own, first = _found_after(lines, tokens[num_prefix:], taken), taken[-1].first
+            found = (own and num_prefix and own._replace(prefix_start=first, num_prefix=num_prefix)) or None
         if found is None:
             raise BoundaryError(
                 f"the {len(tokens)} tokens of {name_of(sample, at)} are not in the batch in one piece: the collator "
@@ -217,9 +251,12 @@ def slots_of(samples: Sequence[Encoded], rows: torch.Tensor) -> list[Slot]:
     return taken
 
 
-def _found(
-    lines: Sequence[np.ndarray[Any, Any]], tokens: np.ndarray[Any, Any], taken: Sequence[Slot], row: int, start: int
-) -> Slot | None:
+def _found_after(lines: Sequence[Tokens], tokens: Tokens, taken: Sequence[Slot]) -> Slot | None:
+    last = taken[-1] if taken else Slot(0, 0, 0)
+    return _found(lines, tokens, taken, last.row, last.tokens.stop) or _found(lines, tokens, taken, 0, 0)
+
+
+def _found(lines: Sequence[Tokens], tokens: Tokens, taken: Sequence[Slot], row: int, start: int) -> Slot | None:
     """Return the first place of these tokens that no other sample has taken, from a token of a row on."""
     for number in range(row, len(lines)):
         first = start if number == row else 0
@@ -239,14 +276,16 @@ def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
     if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
         kept = torch.nonzero(mask[0]).flatten()
         return Slot(0, int(kept[0]), int(kept[-1] - kept[0]) + 1) if len(kept) else Slot(0, 0, 0)
-    # Without a mask, everything after the sample's own last token and its last target is padding, which no token sees.
+    # Without a mask, a run of one token on either side is padding; a single one may have been added by the collator.
+    line = tokens[0].tolist()
+    start, stop = len(line) - _without_tail(line[::-1]), _without_tail(line)
+    start += start > 0
     targets = torch.nonzero(made["labels"][0] != NO_LABEL).flatten()
-    behind_targets = int(targets[-1]) + 1 if len(targets) else 0
-    if own is None:
-        return Slot(0, 0, max(behind_targets, _without_tail(tokens[0].tolist())))
-    own = np.asarray(own).reshape(-1)
-    found = _found([tokens[0].numpy()], own, (), 0, 0) if len(own) else Slot(0, 0, 0)
-    return Slot(0, 0, max(behind_targets, found.tokens.stop) if found else tokens.shape[1])
+    if own is not None and len(own := np.asarray(own).reshape(-1)):
+        found = _found([tokens[0].numpy()], own, (), 0, 0)
+        start, stop = (min(start, found.start), found.tokens.stop) if found else (0, len(line))
+    stop = max(stop, int(targets[-1]) + 1 if len(targets) else 0)
+    return Slot(0, start, stop - start)
 
 
 def _without_tail(tokens: Sequence[int]) -> int:
@@ -258,7 +297,7 @@ def _with_tokens(made: Mapping[str, Any], slots: Sequence[Slot], samples: Sequen
     """Put the tokens of the samples at their places in the batch."""
     tokens = made["input_ids"].clone()
     for slot, sample in zip(slots, samples, strict=True):
-        tokens[slot.row, slot.tokens] = torch.tensor(sample["input_ids"], dtype=tokens.dtype)
+        tokens[slot.row, slot.places] = torch.tensor(sample["input_ids"], dtype=tokens.dtype)
     return replace(Collated.of({**made, "input_ids": tokens}), slots=slots)
 
 
@@ -269,11 +308,15 @@ def _as_given(sample: Encoded) -> Sample:
 
 
 def _tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn lists and arrays of a batch into tensors; other values stay."""
+    """Turn lists and arrays of numbers into tensors. Words, which no model reads, are left out."""
+    kept = {name: value for name, value in batch.items() if not _is_of_words(value)}
     return {
-        name: torch.as_tensor(value) if isinstance(value, (list, np.ndarray)) else value
-        for name, value in batch.items()
+        name: torch.as_tensor(value) if isinstance(value, (list, np.ndarray)) else value for name, value in kept.items()
     }
+
+
+def _is_of_words(value: Any) -> bool:
+    return isinstance(value, (str, bytes)) or (isinstance(value, (list, tuple)) and any(map(_is_of_words, value)))
 
 
 def _is_ordinary(model: Any, collator: Any) -> Callable[[int], bool]:

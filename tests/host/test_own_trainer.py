@@ -18,12 +18,12 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from swift.model import get_model_processor
 from swift.template import get_template
+from swift_vlpack.proof.limits import precision_of
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from swift_vlpack import Collator, PackingConfig, PackingDataset, prepare_model, prove
 from swift_vlpack.errors import ConfigError, DataError, IsolationError
-from swift_vlpack.proof.limits import precision_of
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.doc_blocks import blocks
 from tests.marks import telling

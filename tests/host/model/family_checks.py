@@ -19,8 +19,8 @@ from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.host.headers import pixel_free
 from swift_vlpack.proof.perturb import media_of
-from swift_vlpack.proof.proof_model import Collated, ProofModel
 from swift_vlpack.proof.prove import run_proof
+from swift_vlpack.proof.runner import Collated, Runner
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import is_packed
 from swift_vlpack.rows.samples import Encoded, SampleId
@@ -30,7 +30,7 @@ from tests.environment import restored_environment
 from tests.family_models import Family, load, own_ids
 from tests.host import runs
 from tests.host.lengths.support import with_lengths
-from tests.host.proof.proof_models import ChangedBatches, template_model
+from tests.host.proof.runners import ChangedBatches, template_model
 from tests.host.proof.sabotage import boundaries_at, positions_of_the_sequence
 from tests.images import GOOD, noise, photo
 from tests.sounds import sound
@@ -254,7 +254,7 @@ class Checked:
             changed["sounds exchanged"] = ExchangedMedia(right.batches, "input_features")
         return {name: _is_stopped(right, rows, samples) for name, rows in changed.items()}
 
-    def _subject(self) -> ProofModel:
+    def _subject(self) -> Runner:
         return template_model(SimpleNamespace(model=self.model, template=self.template))
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -308,9 +308,9 @@ def _positions_of_the_row(row: Collated, samples: Sequence[Encoded]) -> Collated
     return replace(made, inputs={**made.inputs, "position_ids": 2 * made.inputs["position_ids"]})
 
 
-def _is_stopped(right: ProofModel, rows: Any, samples: list[Encoded]) -> bool:
+def _is_stopped(right: Runner, rows: Any, samples: list[Encoded]) -> bool:
     try:
-        run_proof(ProofModel(right.model, rows, right.is_ordinary), samples)
+        run_proof(Runner(right.model, rows, right.is_ordinary), samples)
     except IsolationError:
         return True
     return False

@@ -7,7 +7,7 @@ from swift_vlpack.proof.prove import run_proof
 from tests.family_models import FAMILIES
 from tests.host.model.family_checks import Checked
 from tests.host.model.family_table import DOCS, UNTESTED, page, results_of, saved
-from tests.host.proof.proof_models import template_model
+from tests.host.proof.runners import template_model
 from tests.marks import telling
 from tests.sounds import sound
 

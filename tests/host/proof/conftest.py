@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from tests.conftest import Tiny, load_tiny
 from tests.data_rows import image_row, text_row
-from tests.host.proof.proof_models import template_model
+from tests.host.proof.runners import template_model
 from tests.images import photo
 
 
@@ -53,14 +54,19 @@ def proof_model(training):
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """Rows of every kind. `wide` and `tall` have as many patches, and other grids."""
-    folder = tmp_path_factory.mktemp("pictures")
-    sizes = [(160, 90), (70, 140), (64, 64), (168, 84), (84, 168)]
-    one, two, three, wide, tall = (photo(folder, str(n), *size, seed=n) for n, size in enumerate(sizes))
+    """Rows of every kind."""
+    return rows_in(tmp_path_factory.mktemp("pictures"))
+
+
+def rows_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """Rows of every kind, with their images in a folder. `wide` and `tall` have as many patches, and other grids."""
+    sizes = [(160, 90), (70, 140), (64, 64), (168, 84), (84, 168), (160, 90)]
+    one, two, three, wide, tall, like = (photo(folder, str(n), *size, seed=n) for n, size in enumerate(sizes))
     frames = [photo(folder, f"frame{n}", 96, 64, seed=10 + n) for n in range(4)]
     return {
         "image": image_row([one], "what is it", "a noisy picture of many colours"),
         "images": image_row([two, three], "compare them", "the first is larger"),
+        "like": image_row([like], "what is it", "another picture of one size"),
         "wide": image_row([wide], "how wide", "as wide as that"),
         "tall": image_row([tall], "how tall", "as tall as that"),
         "text": text_row("how are you today?", "fine, thanks a lot"),

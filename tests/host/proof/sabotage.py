@@ -14,35 +14,35 @@ import transformers as T
 from transformers import AttentionInterface
 
 from swift_vlpack.attention.attention import NAME, segmented_attention
-from swift_vlpack.proof.proof_model import Collated, ProofModel
+from swift_vlpack.proof.runner import Collated, Runner
 from swift_vlpack.rows.samples import Encoded
 from tests.attention.one_by_one import text
-from tests.host.proof.proof_models import ChangedBatches, text_model, with_inputs
+from tests.host.proof.runners import ChangedBatches, text_model, with_inputs
 
-Broken = Iterator[ProofModel]
+Broken = Iterator[Runner]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def gemma2(**changed: Any) -> ProofModel:
+def gemma2(**changed: Any) -> Runner:
     """Soft caps and a sliding window."""
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}
     return text_model(T.Gemma2Config(**text(**layers), attn_logit_softcapping=0.5, **changed))
 
 
-def gpt_oss() -> ProofModel:
+def gpt_oss() -> Runner:
     """Sinks."""
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4}
     return text_model(T.GptOssConfig(**text(**layers), num_experts_per_tok=2))
 
 
-def llama(**changed: Any) -> ProofModel:
+def llama(**changed: Any) -> Runner:
     """Nothing special."""
     return text_model(T.LlamaConfig(**text(**changed)))
 
 
-def lfm2() -> ProofModel:
+def lfm2() -> Runner:
     """A convolution over tokens, of which transformers' own path knows no boundaries."""
     return text_model(T.Lfm2Config(**text(layer_types=["conv", "full_attention"])))
 
@@ -50,7 +50,7 @@ def lfm2() -> ProofModel:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def batches_changed(proof_model: ProofModel, change: Callable[[Collated, Sequence[Encoded]], Collated]) -> ProofModel:
+def batches_changed(proof_model: Runner, change: Callable[[Collated, Sequence[Encoded]], Collated]) -> Runner:
     """With other packed rows than the collator's."""
     return replace(proof_model, batches=ChangedBatches(proof_model.batches, change))
 
@@ -129,7 +129,7 @@ def weights_shifted(row: Collated, samples: Sequence[Encoded]) -> Collated:
 
 
 @contextmanager
-def attending(proof_model: ProofModel, attend: Callable[..., Any]) -> Broken:
+def attending(proof_model: Runner, attend: Callable[..., Any]) -> Broken:
     """With another function as `vlpack`."""
     AttentionInterface.register(NAME, attend)
     try:
@@ -278,7 +278,7 @@ def losing_last_tokens(right: Any, args: Any, ends: Any, options: Any) -> Any:
 
 
 @contextmanager
-def no_room_behind(proof_model: ProofModel, num_tokens: int) -> Broken:
+def no_room_behind(proof_model: Runner, num_tokens: int) -> Broken:
     """Layers that work on so many tokens of a row and pass over the rest, as experts with a capacity do."""
 
     def cut(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ def no_room_behind(proof_model: ProofModel, num_tokens: int) -> Broken:
 
 
 @contextmanager
-def experts_with_a_capacity(proof_model: ProofModel, num_tokens: int) -> Broken:
+def experts_with_a_capacity(proof_model: Runner, num_tokens: int) -> Broken:
     """About half of the tokens are sent to an expert that has room for so many of a row."""
 
     def cut(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
@@ -310,7 +310,7 @@ def experts_with_a_capacity(proof_model: ProofModel, num_tokens: int) -> Broken:
 
 
 @contextmanager
-def norm_over_the_sequence(proof_model: ProofModel) -> Broken:
+def norm_over_the_sequence(proof_model: Runner) -> Broken:
     """The norms divide by the root of the mean over all tokens, not over each by itself."""
 
     def over_all(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
@@ -349,7 +349,7 @@ class SeesAll(torch.autograd.Function):
 
 
 @contextmanager
-def images_see_each_other(proof_model: ProofModel, num_patches: int = 0) -> Broken:
+def images_see_each_other(proof_model: Runner, num_patches: int = 0) -> Broken:
     """The vision tower looks at all images of the row, where it has so many patches."""
     merger = proof_model.model.model.visual.merger
 
@@ -364,7 +364,7 @@ def images_see_each_other(proof_model: ProofModel, num_patches: int = 0) -> Brok
 
 
 @contextmanager
-def deepstack_misaligned(proof_model: ProofModel) -> Broken:
+def deepstack_misaligned(proof_model: Runner) -> Broken:
     """What the tower adds to deeper layers is one token late, in rows with more than one sample."""
     text_model = proof_model.model.model.language_model
     right = text_model._deepstack_process

@@ -13,15 +13,15 @@ from swift_vlpack.attention.attention import segmented_attention
 from swift_vlpack.attention.packed_sequence import tensor_of
 from swift_vlpack.plan.boundaries import ROOT, Boundaries
 from swift_vlpack.proof.branches import boundaries_of
-from swift_vlpack.proof.proof_model import Collated, ProofModel
+from swift_vlpack.proof.runner import Collated, Runner
 from swift_vlpack.rows.samples import Encoded
 from tests.attention.one_by_one import text
-from tests.host.proof.proof_models import text_model, with_inputs
+from tests.host.proof.runners import text_model, with_inputs
 
 WINDOW = 12
 
 
-def mistral() -> ProofModel:
+def mistral() -> Runner:
     """A sliding window in each layer, shorter than a prefix with a branch."""
     return text_model(T.MistralConfig(**text(sliding_window=WINDOW)))
 

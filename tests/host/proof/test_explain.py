@@ -17,22 +17,23 @@ from swift_vlpack.proof.explain import (
     Tokens,
     cause_of,
     evidence_of,
-    facts_of,
     samples_to_change,
     where,
+    window_of,
 )
-from swift_vlpack.proof.limits import Limits
 from swift_vlpack.proof.prove import run_proof
+from swift_vlpack.proof.verdict import Limits
 from tests.host.proof import sabotage as s
-from tests.host.proof.proof_models import text_samples
+from tests.host.proof.runners import text_samples
 
-LIMITS = Limits(1e-4, 1e-4, 1e-3, 1e-3)
+LIMITS = Limits(1e-4, 1e-3)
 ALL, NORM = Tokens(0, 29), Origin("layers.0.norm", "RMSNorm")
 ATTENTION = Origin("layers.0.self_attn.o_proj", "Linear", is_attention=True)
 LATER = {(0, 1): ALL, (0, 2): ALL, (1, 2): ALL}
 
 
 def seen(**facts):
+    facts = {"differs": {0: ALL}, **facts}
     return Evidence(**{"attention": "vlpack", "num_samples": 3, "changed": (0, 1, 2), "origin": ATTENTION, **facts})
 
 
@@ -56,7 +57,7 @@ CAUSES = {
     "the first token": (seen(differs={0: ALL}), r"from token 0 on \(sinks"),
     "the second token": (seen(differs={0: Tokens(1, 29)}), r"from token 1 on \(scaling, a soft cap"),
     "behind the window": (seen(differs={0: Tokens(16, 29)}, window=16), "its window is 16 tokens"),
-    "rope": (seen(differs={0: ALL}, rope_type="longrope"), "RoPE is longrope"),
+    "rope": (seen(differs={0: ALL}, is_turned_otherwise=True), "rotary embeddings turn samples by other angles"),
     "in training only": (seen(moved=LATER, is_only_in_training=True), "in training mode, not in evaluation, attention"),
 }
 
@@ -111,8 +112,8 @@ def test_explanation_takes_some_columns_of_a_large_vocabulary_and_never_all(monk
     def losing_the_tenth(right, args, ends, options):
         return s.segmented_attention(*args, cu_seq_lens_q=ends[torch.arange(len(ends)) != 10], **options)
 
-    kept, outputs = [], explain._Seen._outputs
-    monkeypatch.setattr(explain._Seen, "_outputs", lambda *args, **to: kept.append(outputs(*args, **to)) or kept[-1])
+    kept, parts = [], explain._Seen._parts
+    monkeypatch.setattr(explain._Seen, "_parts", lambda *args, **to: kept.append(parts(*args, **to)) or kept[-1])
     with (
         s.attending(s.llama(vocab_size=num_words), losing_the_tenth) as broken,
         Largest() as largest,
@@ -120,7 +121,7 @@ def test_explanation_takes_some_columns_of_a_large_vocabulary_and_never_all(monk
     ):
         run_proof(broken, text_samples(24, 9, 31, 14, 20), [long])
     assert largest.num_bytes < 1200 * num_words * 4 / 10
-    assert max(one.untyped_storage().nbytes() for one in kept[0].values()) <= 1200 * 16 * 4
+    assert max(part.made.untyped_storage().nbytes() for part in kept[0].values()) <= 1200 * 16 * 4
 
 
 def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
@@ -130,15 +131,38 @@ def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
 
 
 @pytest.mark.parametrize(
-    ("text", "facts"),
+    ("text", "window"),
     [
-        ({"sliding_window": 16}, (16, "default")),
-        ({"sliding_window": 16, "use_sliding_window": False}, (None, "default")),
-        ({"attention_chunk_size": 64, "rope_parameters": {"rope_type": "dynamic"}}, (64, "dynamic")),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, (None, "yarn")),
+        ({"sliding_window": 16}, 16),
+        ({"sliding_window": 16, "use_sliding_window": False}, None),
+        ({"attention_chunk_size": 64}, 64),
+        ({}, None),
     ],
 )
-def test_facts_of_a_config(text, facts):
+def test_window_of_a_config(text, window):
     """ISO-15"""
-    found = facts_of(SimpleNamespace(text_config=SimpleNamespace(**text)))
-    assert (found["window"], found["rope_type"]) == facts
+    assert window_of(SimpleNamespace(text_config=SimpleNamespace(**text))) == window
+
+
+def test_leak_inside_the_forward_of_a_layer_is_told_as_the_layer(monkeypatch):
+    """ISO-15: the input of its norm differs already, so the norm is not to blame."""
+    right = s.llama()
+    layer = right.model.model.layers[1]
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda hidden, *args, **to: forward(hidden + 0.1 * hidden.mean(1, keepdim=True), *args, **to)
+    )
+    with pytest.raises(IsolationError, match=r"outside of attention, first in model\.layers\.1 \(LlamaDecoderLayer\)"):
+        run_proof(right, text_samples(24, 9, 31, 14, 20))
+
+
+def test_rope_that_is_stretched_by_the_row_is_told_as_rope(monkeypatch):
+    """ISO-15: positions are right, and attention is not to blame."""
+    right = s.llama()
+    rotary = right.model.model.rotary_emb
+    forward = rotary.forward
+    monkeypatch.setattr(
+        rotary, "forward", lambda x, position_ids: forward(x, position_ids * (1 if x.shape[1] < 50 else 0.9))
+    )
+    with pytest.raises(IsolationError, match="rotary embeddings turn samples by other angles"):
+        run_proof(right, text_samples(24, 9, 31, 14, 20))

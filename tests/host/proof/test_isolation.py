@@ -10,14 +10,13 @@ from swift.trainers.utils import per_token_loss_func
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, Collator
 from swift_vlpack.feed.sequence import packed_sequence
-from swift_vlpack.proof.measure import measure_pack
 from swift_vlpack.proof.perturb import replaced
-from swift_vlpack.proof.prove import is_ordinary_token
+from swift_vlpack.proof.prove import is_ordinary_token, run_proof
 from swift_vlpack.proof.reference import untouched
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from tests.data_rows import text_row
-from tests.host.proof.proof_models import template_model
+from tests.host.proof.runners import template_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILY = "qwen2_5_vl"
@@ -248,7 +247,7 @@ def test_proof_leaves_the_model_as_it_was(training, encoded):
         with untouched(model):
             assert not any(module.training for module in model.modules())
             assert not forward_of(loaded)(samples).requires_grad
-            measure_pack(template_model(loaded), samples)
+            run_proof(template_model(loaded), samples)
             random.random(), np.random.rand(), torch.rand(1)
             for buffer in model.buffers():
                 buffer += 1

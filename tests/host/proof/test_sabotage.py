@@ -14,7 +14,7 @@ from swift_vlpack.errors import IsolationError
 from swift_vlpack.proof.prove import run_proof
 from tests.attention.one_by_one import text
 from tests.host.proof import sabotage as s
-from tests.host.proof.proof_models import text_model, text_samples
+from tests.host.proof.runners import text_model, text_samples
 
 QWEN, QWEN3 = "qwen2_5_vl", "qwen3_vl"
 MIXED = ("image", "text", "images", "words")
@@ -48,10 +48,10 @@ OF_ROWS = {
         s.images_reversed, MIXED, r"pixel_values\b",
     ),
     "images of one size exchanged": (
-        s.media_exchanged, ("image", "text", "words"), r"pixel_values\b",
+        s.media_exchanged, ("image", "text", "like"), r"pixel_values\b",
     ),
     "videos exchanged": (
-        partial(s.media_exchanged, name="pixel_values_videos"), ("video", "text", "words"),
+        partial(s.media_exchanged, name="pixel_values_videos"), ("video", "text", "film"),
         "pixel_values_videos",
     ),
     "labels shifted": (s.labels_shifted, MIXED, r"labels of image:0"),
@@ -128,7 +128,7 @@ def test_frequencies_of_the_longest_sample_are_stopped(kind):
     limit = 32 if kind == "dynamic" else 2048
     config = text(max_position_embeddings=limit, rope_parameters=rope | (factors if kind == "longrope" else {}))
     *samples, long = text_samples(*LENGTHS, 90)
-    cause = rf"RoPE is {kind}"
+    cause = "rotary embeddings turn samples by other angles"
     check(nullcontext(text_model(T.LlamaConfig(**config))), samples, cause, rows=[[samples[0], long]])
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from swift_vlpack.proof.passes import Passes
+from swift_vlpack.proof.gradients import Parameters
 from swift_vlpack.proof.shards import is_sharded, shape_of, sharded_by, whole
 from tests.host.proof import sabotage as s
-from tests.host.proof.proof_models import text_samples
+from tests.host.proof.runners import text_samples
 
 
 def test_parameters_of_an_ordinary_model_are_whole():
@@ -40,11 +40,11 @@ def passed(right, **options):
     """A pass over a packed sequence, by a loss of its own."""
 
     def loss(inputs, packed):
-        return right.model(**inputs).logits.square().mean()
+        return right.model(**{name: one for name, one in inputs.items() if name != "labels"}).logits.square().mean()
 
-    passes = Passes(right.model.train(), loss, lambda one: one, **options)
-    with right.batches.batch(text_samples(9, 14), packed=True) as row:
-        return passes, passes.run(row.inputs, packed=True)
+    right.loss = loss
+    parameters = Parameters(right.model.train(), all_trained=True, tokens=torch.arange(3, 9), **options)
+    return parameters, right.run(text_samples(9, 14), packed=True, parameters=parameters)
 
 
 def test_hooks_of_an_engine_get_no_gradient_of_a_proof_and_stay():
@@ -55,7 +55,7 @@ def test_hooks_of_an_engine_get_no_gradient_of_a_proof_and_stay():
         parameter.register_post_accumulate_grad_hook(got.append)
     _, seen = passed(right, has_engine=True)
     assert got == []
-    assert len(seen.gradient) == len(trained) - 2, "all but the embeddings and the head"
+    assert len(seen.gradient) == len(trained)
     assert all(one.grad is None for one in trained)
     right.model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert {id(one) for one in got} == {id(one) for one in trained}
@@ -64,7 +64,7 @@ def test_hooks_of_an_engine_get_no_gradient_of_a_proof_and_stay():
 def test_engine_without_hooks_on_parameters_is_not_given_gradients_of_a_proof():
     """ISO-23: nobody can see how it gets them."""
     right = s.llama()
-    passes, seen = passed(right, has_engine=True)
-    assert passes.why_no_parameters == "an engine takes them in the backward"
+    parameters, seen = passed(right, has_engine=True)
+    assert parameters.why_none == "an engine takes them in the backward"
     assert seen.gradient == {}
     assert all(one.requires_grad and one.grad is None for one in right.model.parameters())

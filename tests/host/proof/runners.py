@@ -12,24 +12,24 @@ import torch
 from swift_vlpack.attention.attention import NAME
 from swift_vlpack.feed.sequence import boundary_tensors
 from swift_vlpack.proof.branches import boundaries_of, marked, shared_of
-from swift_vlpack.proof.proof_model import Batches, Collated, ProofModel, TemplateBatches
 from swift_vlpack.proof.prove import is_ordinary_token
+from swift_vlpack.proof.runner import Batches, Collated, Runner, TemplateBatches
 from swift_vlpack.rows.samples import Encoded
 from tests.attention.one_by_one import built
 
 IGNORED = -100
 
 
-def template_model(loaded: Any) -> ProofModel:
+def template_model(loaded: Any) -> Runner:
     """A model with ms-swift's template."""
-    return ProofModel(loaded.model, TemplateBatches(loaded.template), is_ordinary_token(loaded.template.tokenizer))
+    return Runner(loaded.model, TemplateBatches(loaded.template), is_ordinary_token(loaded.template.tokenizer))
 
 
-def text_model(config: Any) -> ProofModel:
+def text_model(config: Any) -> Runner:
     """A text model of a config, with our attention."""
     model = built(config)
     model.set_attn_implementation(NAME)
-    return ProofModel(model, TextBatches(), lambda token: 3 <= token < 480)
+    return Runner(model, TextBatches(), lambda token: 3 <= token < 480)
 
 
 def text_samples(*lengths: int, seed: int = 1) -> list[Encoded]:
@@ -77,12 +77,12 @@ class TextBatches:
                 **boundary_tensors(boundaries),
             }
             labels = [one[num:] for one, num in zip(labels, shared, strict=True)]
-            yield Collated(inputs | {"use_cache": False}, torch.cat(labels)[None], None)
+            yield Collated.of(inputs | {"use_cache": False, "labels": torch.cat(labels)[None]})
             return
         pad = torch.nn.utils.rnn.pad_sequence
         mask = pad([torch.ones_like(one) for one in ids], batch_first=True)
         inputs = {"input_ids": pad(ids, batch_first=True), "attention_mask": mask, "use_cache": False}
-        yield Collated(inputs, pad(labels, batch_first=True, padding_value=IGNORED), None)
+        yield Collated.of(inputs | {"labels": pad(labels, batch_first=True, padding_value=IGNORED)})
 
 
 class ChangedBatches:

@@ -1,0 +1,119 @@
+"""The trainer's own sequence: what only its loss, its head or its embeddings do wrongly is stopped and named."""
+
+from types import MethodType
+
+import pytest
+import torch
+
+from swift_vlpack.errors import IsolationError
+from swift_vlpack.proof.gradients import Parameters
+from swift_vlpack.proof.prove import compared_in_training, line_of_first_batch
+from swift_vlpack.proof.runner import Runner
+from tests.host.proof import sabotage as s
+from tests.host.proof.runners import text_samples
+from tests.host.proof.test_ranks import LENGTHS, first_batch
+
+
+def line_of(right, compute_loss=None, limits=None):
+    """The line of the proof on a first batch of texts."""
+
+    def loss(inputs, packed):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        if compute_loss is not None:
+            return compute_loss(right.model, inputs, labels, packed)
+        return cross_entropy(right.model(**inputs).logits, labels)
+
+    sequence = first_batch(text_samples(*LENGTHS), right)
+    right.model.train()
+    parameters = Parameters(right.model, all_trained=True, tokens=sequence.inputs["input_ids"])
+    runner = Runner(right.model, sequence, right.is_ordinary, loss=loss)
+    compared = compared_in_training(runner, sequence, parameters, lambda work, is_collective=False: [work()])
+    return line_of_first_batch(compared, limits, sequence, parameters)
+
+
+def cross_entropy(logits, labels):
+    logits = logits.float()
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+class HalfOfARow(torch.autograd.Function):
+    """A fused head whose weight learns from the first half of a row only. All else is right."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        kept = gradient.clone()
+        kept[:, hidden.shape[1] // 2 :] *= hidden.shape[1] < 50
+        return gradient @ weight, torch.einsum("bto,bth->oh", kept, hidden)
+
+
+class Written(torch.autograd.Function):
+    """Embeddings whose backward writes where it should add."""
+
+    @staticmethod
+    def forward(ctx, ids, weight):
+        ctx.save_for_backward(ids, weight)
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ids, weight = ctx.saved_tensors
+        of_weight = torch.zeros_like(weight)
+        of_weight[ids.flatten()] = gradient.flatten(0, 1)
+        return None, of_weight
+
+
+def with_half_a_head(model):
+    head = model.get_output_embeddings()
+    head.forward = MethodType(lambda self, hidden: HalfOfARow.apply(hidden, self.weight), head)
+
+
+def with_written_embeddings(model):
+    embed = model.get_input_embeddings()
+    embed.forward = MethodType(lambda self, ids: Written.apply(ids, self.weight), embed)
+
+
+OF_VOCABULARY = {
+    "head": (with_half_a_head, r"the head, or a loss .*the gradient of head is off by"),
+    "embeddings": (with_written_embeddings, r"the backward of the embeddings .*the gradient of embeddings is off by"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OF_VOCABULARY)
+def test_head_and_embeddings_that_learn_from_a_part_are_stopped(name, dtype):
+    """ISO-21: hidden states, and the gradients of all tokens and of all layers, are right."""
+    change, said = OF_VOCABULARY[name]
+    right = s.llama(vocab_size=512)
+    right.model.to(dtype)
+    assert "verified in training" in line_of(right)
+    change(right.model)
+    with pytest.raises(IsolationError, match=said):
+        line_of(right)
+
+
+def test_head_that_is_frozen_is_not_compared():
+    """ISO-21: as with adapters; its gradient would take as much memory as the head."""
+    right = s.llama()
+    right.model.lm_head.weight.requires_grad_(False)
+    with_half_a_head(right.model)
+    assert "verified in training" in line_of(right)
+
+
+def test_loss_that_begins_one_target_late_in_a_sequence_is_told_as_the_loss():
+    """ISO-21: as of logits that are kept one late; neither layers nor checkpointing are blamed."""
+
+    def one_late(model, inputs, labels, packed):
+        logits = model(**inputs).logits
+        return cross_entropy(logits.roll(-1, dims=1) if packed else logits, labels)
+
+    right = s.llama()
+    right.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(IsolationError, match="the trainer's loss of a sequence is not that of its samples"):
+        line_of(right, one_late)
