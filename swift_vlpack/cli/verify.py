@@ -110,7 +110,7 @@ def _proved(trainer: Any) -> dict[str, Any]:
 
 def _first_batch_proved(trainer: Any) -> str:
     """Prove isolation on the first batch, which is loaded but not trained. Returns the line for the report."""
-    from swift_vlpack.host.proof import prove_first_batch
+    from swift_vlpack.host.proof import prove_batch
 
     args = trainer.args
     loaded = iter(trainer.callback_handler.train_dataloader)
@@ -118,7 +118,7 @@ def _first_batch_proved(trainer: Any) -> str:
     batches, num_items = trainer.weighed_batches(loaded, num_batches, args.device)
     if not batches:
         raise DataError("there is no batch to verify: the epoch has no pack")
-    return prove_first_batch(trainer, batches, num_items)
+    return prove_batch(trainer, batches, num_items)
 
 
 def _numbers(proof: Proof | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,11 +22,13 @@ from swift_vlpack.proof.first_batch import FirstSequence, encoded_again
 from swift_vlpack.proof.gradients import Parameters
 from swift_vlpack.proof.perturb import kinds_of_media
 from swift_vlpack.proof.prove import (
+    FIRST_BATCH,
     compared_in_training,
     is_ordinary_token,
     line_of_first_batch,
     proof_of,
-    wrong_first_batch,
+    wrong_batch,
+    wrong_draws,
 )
 from swift_vlpack.proof.runner import CannotSee, Runner
 from swift_vlpack.proof.same_inputs import wrong_in_first_batch, wrong_without_samples
@@ -56,32 +59,48 @@ class FirstBatches:
     """Prove isolation on a batch of the first step, and on batches of the next steps until enough was looked at.
 
     Enough is a sequence of several samples that is nearly full, each kind of media of the proof before training, and a
-    batch of each dataloader worker. The trainer is unchanged afterwards: no batch is used up, no random number drawn,
-    no gradient and no metric left behind.
+    batch of each dataloader worker. What goes wrong later is looked for twice: in one of the first hundred steps, and
+    in the step after the first evaluation. The trainer is unchanged afterwards: no batch is used up, no random number
+    drawn, no gradient and no metric left behind.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, seed: int) -> None:
         self.num_workers = num_workers
+        self.seed = seed
         self.num_steps = self.num_batches = 0
         self.left: set[str] = set()
         """What was not looked at on this rank."""
         self.is_done = False
+        self._later_step = 0
+        self._has_evaluated = self._is_after_evaluation = False
 
-    def prove(self, trainer: Any, batches: Sequence[Batch], num_items: Any) -> str | None:
-        """Look at the batches of a step, before it trains. All ranks must call it. Returns a line for the log."""
-        if self.is_done:
-            return None
-        covered = [self._covered(trainer, batch) for batch in batches]
+    def evaluated(self) -> None:
+        """Look again in the next step, if this was the first evaluation."""
+        self._is_after_evaluation = self._is_after_evaluation or not self._has_evaluated
+        self._has_evaluated = True
+
+    def prove(self, trainer: Any, batches: Sequence[Batch], num_items: Any) -> list[str]:
+        """Look at the batches of a step, before it trains. All ranks must call it. Returns lines for the log."""
         self.num_steps += 1
-        said = None
+        if self.num_steps == 1 and (last := min(LATER_STEPS, trainer.state.max_steps - trainer.state.global_step)) > 1:
+            self._later_step = random.Random(self.seed).randint(2, last)
+        said = [] if self.is_done else [self._look_first(trainer, batches, num_items)]
+        if self.num_steps == self._later_step or (self._is_after_evaluation and self.num_steps > 1):
+            self._is_after_evaluation = False
+            said.append(prove_batch(trainer, batches, num_items, _batch_of(trainer)))
+        return list(filter(None, said))
+
+    def _look_first(self, trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
+        covered = [self._covered(trainer, batch) for batch in batches]
+        said = ""
         if self.num_steps == 1:
             self.left = {_FULL, *trainer.kinds_of_media, *map(_worker, range(1, self.num_workers + 1))}
             at = max(range(len(batches)), key=lambda at: _size(batches[at]))
-            said = prove_first_batch(trainer, [batches[at]], num_items)
+            said = prove_batch(trainer, [batches[at]], num_items)
         else:
             at = max(range(len(batches)), key=lambda at: len(covered[at] & self.left))
             if any(results_of_all(lambda: bool(covered[at] & self.left), _FIRST)):
-                prove_first_batch(trainer, [batches[at]], num_items, is_first=False)
+                prove_batch(trainer, [batches[at]], num_items, _batch_of(trainer), runs_alone=False)
         self.left -= covered[at]
         left: set[str] = set().union(*results_of_all(lambda: self.left, _FIRST))
         self.is_done = not left or self.num_steps >= MOST_STEPS
@@ -103,6 +122,8 @@ class FirstBatches:
         return covered
 
 
+LATER_STEPS = 100
+"""One of so many first steps is looked at again."""
 MOST_STEPS = 20
 """Most steps of which batches are looked at."""
 FILLED = 0.9
@@ -113,14 +134,26 @@ def _worker(number: int) -> str:
     return f"worker {number}"
 
 
-def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any, *, is_first: bool = True) -> str:
+def _batch_of(trainer: Any) -> str:
+    return f"a batch of step {trainer.state.global_step + 1}"
+
+
+def prove_batch(
+    trainer: Any,
+    batches: Sequence[Batch],
+    num_items: Any,
+    where: str = FIRST_BATCH,
+    *,
+    runs_alone: bool = True,
+) -> str:
     """Prove isolation on a batch of a step, before it trains. Returns the line for the log. All ranks must call it.
 
-    A later batch than the first is not compared with its samples alone: its inputs, and its neighbours, are enough.
+    `where` names the batch. Without `runs_alone` its inputs and neighbours are looked at, and its samples are not run
+    alone. A later batch than the first must also draw other numbers from another random state.
     """
     batch = max(batches, key=_size)  # with prefixes if any has some; then most samples, so most boundaries
     sequences: list[FirstSequence] = []  # filled with that of this rank; batches are not sent to other ranks
-    results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch)), "the first batch")
+    results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch, where)), where)
     sequence, model = sequences[0], unwrapped(model_of(trainer))
     try:
         with _unseen(trainer):
@@ -129,19 +162,23 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any, *,
             loss = partial(_loss, trainer, batch, num_items)
             is_ordinary = is_ordinary_token(trainer.template.tokenizer)
             runner = Runner(model, sequence, is_ordinary, loss=loss, scale=_scale_of(trainer))
-            compared = compared_in_training(runner, sequence, parameters, _on_all, runs_alone=is_first)
+            compared = compared_in_training(runner, sequence, parameters, _on_all, runs_alone=runs_alone)
+            draws_again = where != FIRST_BATCH and runs_alone and compared.has_drawn
+            wrong = wrong_draws(runner, sequence) if draws_again else ""
     except CannotSee as error:  # raised on all ranks, because they have the same model
-        return f"isolation in training: of the first batch only tokens, labels and boundaries are verified ({error})"
+        return f"isolation in training: of {where} only tokens, labels and boundaries are verified ({error})"
     except Exception as error:
-        error.add_note("This was the proof on the first batch, before step 1; packing_verify=false trains without it.")
+        error.add_note(f"This was the proof on {where}; packing_verify=false trains without it.")
         raise
+    if wrong:
+        raise wrong_batch(where, wrong, "dropout or noise would be the same in every step")
     not_looked_at = []
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
         not_looked_at.append("the loss that balances experts over the sequence")
     lines: list[str] = []
     limits = getattr(trainer, "limits_of_rounding", None)
     results_of_all(
-        lambda: lines.append(line_of_first_batch(compared, limits, sequence, parameters, not_looked_at)), _FIRST
+        lambda: lines.append(line_of_first_batch(compared, limits, sequence, parameters, not_looked_at, where)), where
     )
     give_back_memory()
     return lines[0]
@@ -164,7 +201,7 @@ def _size(batch: Batch) -> tuple[bool, int, int]:
     return bool(shared), len(lengths), sum(lengths)
 
 
-def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
+def _checked_sequence(trainer: Any, batch: Batch, where: str) -> FirstSequence:
     """Compare the batch with its samples, encoded again in this process. Raises `IsolationError` if they differ."""
     feed, record, template = trainer.feed, batch.record, trainer.template
     assert record is not None
@@ -180,7 +217,7 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
         wrong = wrong_in_first_batch(batch, samples, template, record, weighs_samples=weighs_samples)
     if wrong:
         cause = "the collator, or a dataloader worker, makes another batch than its samples are"
-        raise wrong_first_batch(cause, f"{record}: {wrong}")
+        raise wrong_batch(where, cause, f"{record}: {wrong}")
     return FirstSequence(batch, record, samples, template)
 
 

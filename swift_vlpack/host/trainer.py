@@ -84,7 +84,7 @@ class PackingTrainer(EvaluatesRows):
         self._global_step_before: int | None = None  # the step of the checkpoint from which the run resumes
         self._is_saving = False  # True while a checkpoint is written
         num_workers = training_args.dataloader_num_workers
-        self.first_batches = FirstBatches(num_workers) if self.feed.config.packing_verify else None
+        self.first_batches = FirstBatches(num_workers, training_args.seed) if self.feed.config.packing_verify else None
         self.kinds_of_media: frozenset[str] = frozenset()  # of the proof before training
         tolerate_packs_without_images(kwargs["model"], training_args)
         self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
@@ -138,9 +138,9 @@ class PackingTrainer(EvaluatesRows):
         self._refuse_to_wait(batches, "train")
         self.step_check.begin(batches)
         if self.first_batches is not None:
-            said = self.first_batches.prove(self, batches, num_items)
-            if said and is_master():
-                logger.info(said)
+            for said in self.first_batches.prove(self, batches, num_items):
+                if is_master():
+                    logger.info(said)
         return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
 
     def _refuse_to_wait(self, batches: list[Any], verb: str) -> None:
@@ -266,6 +266,8 @@ class PackingTrainer(EvaluatesRows):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with separate random numbers, so that an evaluation does not change what is trained next."""
+        if self.first_batches is not None:
+            self.first_batches.evaluated()
         with self.events.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
             return super().evaluate(*args, **kwargs)
 

@@ -63,6 +63,7 @@ TOKENS_ALLOWED = 16_384
 SECONDS_IN_FLOAT32 = 60
 """Most seconds that a sequence of the plan may take in float32, by what the short samples took."""
 _PLAN = "sequences of the plan"
+FIRST_BATCH = "the first batch of the trainer"
 _RUN_AGAIN = (
     "a layer that is run again in the backward (gradient checkpointing) does something else than in the forward: what "
     "it looks at, such as boundaries, is gone by then. The backward of a pack is not that of its samples one by one"
@@ -347,12 +348,24 @@ def compared_in_training(
     return made[0]
 
 
+def wrong_draws(runner: Runner, sequence: FirstSequence) -> str:
+    """Say that two random states draw the same numbers, such as those of one seed for all dropout; empty if not.
+
+    All ranks must call it, if one of them draws at random.
+    """
+    with untouched(runner.model), torch.no_grad():
+        runner.model.train()
+        one, other = (runner.run(sequence.samples, packed=True, seed=seed).states for seed in (1, 2))
+    return "" if not torch.equal(one, other) else "two random states draw the same numbers: something sets a seed"
+
+
 def line_of_first_batch(
     compared: Compared,
     limits: Limits | None,
     sequence: FirstSequence,
     parameters: Parameters,
     not_looked_at: Sequence[str] = (),
+    where: str = FIRST_BATCH,
 ) -> str:
     """Judge what was compared on the first batch. Returns a line for the log, or raises `IsolationError`.
 
@@ -362,7 +375,7 @@ def line_of_first_batch(
     limits = SHARP if not coarse else COARSE if limits is None else limits
     proof = Proof([Judged(compared, limits, "the first batch", is_float32=not coarse)], limits)
     if (finding := proof.finding()) is not None:
-        raise wrong_first_batch(finding.cause or (_LEAK if compared.moved > 0 else _IN_TRAINING), finding.said)
+        raise wrong_batch(where, finding.cause or (_LEAK if compared.moved > 0 else _IN_TRAINING), finding.said)
     said = list(not_looked_at)
     swapped = compared.swapped
     if swapped is not None and swapped.moved and not swapped.num_changed:
@@ -376,13 +389,13 @@ def line_of_first_batch(
     if compared.num_without:
         said.append(f"{counted(compared.num_without, 'sample')} too long for the model's own attention")
     is_encoded_again = not isinstance(sequence.encoded, str)
-    return line_in_training(proof, is_encoded_again=is_encoded_again, not_looked_at=said)
+    return line_in_training(proof, where, is_encoded_again=is_encoded_again, not_looked_at=said)
 
 
 _LEAK = "samples of the trainer's own sequence see each other"
 _IN_TRAINING = "samples in the trainer's own sequence do not give what they give alone"
 
 
-def wrong_first_batch(cause: str, said: str) -> IsolationError:
-    """Make the error of a failed proof on the first batch."""
-    return IsolationError(f"isolation does not hold in the first batch of the trainer: {cause}. ({said})", cause=cause)
+def wrong_batch(where: str, cause: str, said: str) -> IsolationError:
+    """Make the error of a failed proof on a batch of the trainer."""
+    return IsolationError(f"isolation does not hold in {where}: {cause}. ({said})", cause=cause)

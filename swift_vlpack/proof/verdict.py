@@ -333,7 +333,7 @@ def _of_shards(judged: Sequence[Judged]) -> str:
     return f" (of {counted(number, 'whole parameter')} that {engine} shards)" if engine else ""
 
 
-def line_in_training(proof: Proof, *, is_encoded_again: bool, not_looked_at: Sequence[str]) -> str:
+def line_in_training(proof: Proof, where: str, *, is_encoded_again: bool, not_looked_at: Sequence[str]) -> str:
     """Return the line for the log on the trainer's own batches."""
     (one, *_), again = proof.judged, ", which is what its samples are when they are encoded anew"
     compared = one.compared
@@ -344,7 +344,7 @@ def line_in_training(proof: Proof, *, is_encoded_again: bool, not_looked_at: Seq
     drawn = "with all that is drawn at random" if compared.has_drawn else "nothing is drawn at random"
     run_again = ", layers run again in the backward" if is_checkpointed(compared.runner.model) else ""
     begin = "isolation verified in training:" if proof.is_sharp else "isolation in training: no sample sees another in"
-    parts = [f"{begin} the first batch of the trainer ({what}, {drawn}{run_again}){again if is_encoded_again else ''}"]
+    parts = [f"{begin} {where} ({what}, {drawn}{run_again}){again if is_encoded_again else ''}"]
     if compared.swapped is not None and compared.swapped.moved:
         changed = compared.swapped.of_changed
         of_changed = "" if changed is None else f", gradients by {max(changed.most, compared.swapped.beside):.1e}"

@@ -17,7 +17,7 @@ from swift_vlpack.attention import attention
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator, batch_of
 from swift_vlpack.host import proof
-from swift_vlpack.host.proof import prove_first_batch
+from swift_vlpack.host.proof import prove_batch
 from swift_vlpack.host.trainer import PackingTrainer
 from swift_vlpack.plan.boundaries import ROOT
 from swift_vlpack.proof import reference, runner
@@ -250,11 +250,11 @@ def test_no_logits_of_a_target_that_is_not_taken_are_computed(run, monkeypatch):
 
     def prove(*args, **options):
         monkeypatch.setattr(PackingTrainer, "compute_loss", compute_loss)
-        said = prove_first_batch(*args, **options)
+        said = prove_batch(*args, **options)
         monkeypatch.setattr(PackingTrainer, "compute_loss", right)
         return said
 
-    monkeypatch.setattr("swift_vlpack.host.proof.prove_first_batch", prove)
+    monkeypatch.setattr("swift_vlpack.host.proof.prove_batch", prove)
     _, (line,) = run()
     assert max(nums) <= 8 * int(re.search(r"(\d+) samples? in it equal", line)[1])
 
@@ -338,10 +338,10 @@ def test_sequence_without_a_sample_is_no_mistake(pad_to, run, monkeypatch):
     lines = []
 
     def also_empty(trainer, batches, num_items, **options):
-        lines.append(prove_first_batch(trainer, trainer.feed.fill_up(1), num_items))
-        return prove_first_batch(trainer, batches, num_items, **options)
+        lines.append(prove_batch(trainer, trainer.feed.fill_up(1), num_items))
+        return prove_batch(trainer, batches, num_items, **options)
 
-    monkeypatch.setattr("swift_vlpack.host.proof.prove_first_batch", also_empty)
+    monkeypatch.setattr("swift_vlpack.host.proof.prove_batch", also_empty)
     packing_options(packing_drop_last="false", packing_pad_to=pad_to)
     _, (line,) = run(streaming="true")
     assert lines[0].startswith("isolation in training: no sample sees another in the first batch of the trainer (0 sam")
