@@ -207,6 +207,15 @@ def test_attention_that_is_wrong_in_full_rows_is_stopped_in_16_bits(make, wrong)
         check(s.attending(right, wrong), samples, "not the model's own", rows=[row])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_experts_whose_layers_are_run_again_are_verified(reentrant):
+    """ISO-11 ISO-13: a router that runs a second time in the backward does not choose twice."""
+    with in_16_bits(checkpointed(s.gpt_oss(), use_reentrant=reentrant)) as right:
+        right.model.train()
+        proof = run_proof(right, text_samples(*LENGTHS), [text_samples(*[60] * 8)])
+    assert proof.off(in_float32=True) < 1e-4
+
+
 def test_kernel_that_refuses_float32_is_compared_in_its_own_type():
     """ISO-16: the line says what was not compared; what rounding does is measured on the model's own attention."""
 
