@@ -290,8 +290,8 @@ class Proof:
         begin = "isolation verified:" if self.is_sharp else "isolation: no sample sees another,"
         parts = [self._equal(in_float32=True), self._equal(in_float32=False)]
         # Each sequence once: not as it is turned round, and not in float32 again.
-        once = [one for one in self.judged if one.is_float32 != self.is_coarse]
-        once = [one.compared for one in once if one.what != SHORT or one.compared.swapped is not None]
+        own = [one for one in self.judged if one.is_float32 != self.is_coarse]
+        once = [one.compared for one in own if one.what != SHORT or one.compared.swapped is not None]
         if units := [unit for compared in once for unit in units_in(compared.samples)]:
             branches = counted(sum(map(len, units)), "branch", "branches")
             parts.append(f"{branches} of {counted(len(units), 'shared prefix', 'shared prefixes')} among them")
