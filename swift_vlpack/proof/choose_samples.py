@@ -40,8 +40,8 @@ _LOOKED_AT = 250
 def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
     """Choose a few short, usable samples of every kind: one image, several, a video, text.
 
-    Two of each kind with media, so that an exchange of these is seen. But more than one of each kind, and more than two in
-    all, are taken only if they fit one pack, because there may be no memory for a longer sequence.
+    Two of each kind with media, so that an exchange of these is seen. But more than one of each kind, and more than
+    two in all, are taken only if they fit one pack, because there may be no memory for a longer sequence.
     """
     kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
     firsts = [(kind, sample) for kind in kinds if (sample := next(kind, None)) is not None]

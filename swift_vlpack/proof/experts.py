@@ -29,6 +29,8 @@ class Routes:
 
     def note(self, made: Any) -> None:
         """Keep the numbers of the experts that a router chose; of a router that gives scores, the two best."""
+        if torch._C._current_graph_task_id() != -1:  # a layer that is run again in the backward
+            return
         tensors = [one for one in (made if isinstance(made, tuple) else (made,)) if isinstance(one, torch.Tensor)]
         chosen = next((one for one in tensors if not one.is_floating_point()), None)
         if chosen is None and tensors:

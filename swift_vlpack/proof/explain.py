@@ -100,6 +100,7 @@ def evidence_of(runner: Runner, sequence: Sequence[Encoded], limits: Limits) -> 
             changed = samples_to_change(len(sequence), next(iter(differs), 0))
             moved, by_media = seen.moved(changed, seen.other_tokens), seen.moved(changed, _other_media)
             origin = seen.origin(moved, by_media, differs)
+            is_turned = not (moved or by_media) and seen.is_turned_otherwise(differs)
     return Evidence(
         attention=attention.name_of(runner.model.config),
         num_samples=len(sequence),
@@ -113,7 +114,7 @@ def evidence_of(runner: Runner, sequence: Sequence[Encoded], limits: Limits) -> 
         has_own_collator=runner.has_own_collator,
         not_apart=seen.not_apart() if runner.has_own_collator else None,
         window=window_of(runner.model.config),
-        is_turned_otherwise=not (moved or by_media) and seen.is_turned_otherwise(differs),
+        is_turned_otherwise=is_turned,
     )
 
 

@@ -172,7 +172,7 @@ class Ran:
     def rerouted(self, at: int, other: Ran, there: int) -> torch.Tensor:
         """Mark the tokens of a sample that other experts computed in another pass."""
         length = len(self.of(at))
-        if self.routes is None or other.routes is None:
+        if self.routes is None or other.routes is None or self.routes.shape[-1] != other.routes.shape[-1]:
             return torch.zeros(length, dtype=torch.bool, device=self.states.device)
         return (self.slots[at].of(self.routes) != other.slots[there].of(other.routes)).any(dim=-1)
 

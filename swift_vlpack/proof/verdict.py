@@ -289,8 +289,10 @@ class Proof:
         over = f"max difference {self.moved} over {counted(self.num_samples, 'sample')}, attention {attention}"
         begin = "isolation verified:" if self.is_sharp else "isolation: no sample sees another,"
         parts = [self._equal(in_float32=True), self._equal(in_float32=False)]
-        units = [unit for one in self.judged for unit in units_in(one.compared.samples)]
-        if units:
+        # Each sequence once: not as it is turned round, and not in float32 again.
+        own = [one for one in self.judged if one.is_float32 != self.is_coarse]
+        once = [one.compared for one in own if one.what != SHORT or one.compared.swapped is not None]
+        if units := [unit for compared in once for unit in units_in(compared.samples)]:
             branches = counted(sum(map(len, units)), "branch", "branches")
             parts.append(f"{branches} of {counted(len(units), 'shared prefix', 'shared prefixes')} among them")
         if rerouted := sum(gap.num_rerouted for one in self.judged for gap in one.compared.gaps.values()):

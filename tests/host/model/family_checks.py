@@ -18,7 +18,7 @@ from swift_vlpack.attention import attention
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.host.headers import pixel_free
-from swift_vlpack.proof.perturb import media_of
+from swift_vlpack.proof.perturb import media_of, with_other_media
 from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.proof.runner import Collated, Runner
 from swift_vlpack.rows.encoder import RowEncoder
@@ -243,6 +243,8 @@ class Checked:
     def sabotages(self) -> dict[str, bool]:
         """Whether the proof stopped each."""
         right, samples = self._subject(), self.samples()
+        # Another image of the same size, so that the two can be exchanged.
+        samples += [{**with_other_media(one)} for one in samples if media_of(one)][:2]
         lost = boundaries_at(lambda ends: [*ends[:1], *ends[2:]])
         changed: dict[str, Any] = {
             "a boundary lost": ChangedBatches(right.batches, lost),

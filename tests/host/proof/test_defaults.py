@@ -35,5 +35,5 @@ def test_proof_holds_in_a_run_of_defaults(small_folder, tmp_path, caplog, family
     }
     done = runs.train([word for name, value in flags.items() for word in (f"--{name}", str(value))])
     assert all(line["loss"] > 0 for line in done["log_history"] if "loss" in line)
-    assert "isolation verified: max difference 0.0 over 5 samples, attention vlpack" in caplog.text
+    assert "isolation verified: max difference 0.0 over " in caplog.text
     assert "lora_dropout=0.05" in caplog.text
