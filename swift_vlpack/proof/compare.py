@@ -156,7 +156,7 @@ def compare(  # noqa: PLR0913 - three things are compared, in different depth
     """
     watched = list(range(len(samples))) if watched is None else list(watched)
     one = _Comparison(runner, samples, watched, parameters, is_sharded(runner.model))
-    original = one.packed(samples, backward=not swaps or len(watched) < len(samples) or one.is_sharded)
+    original = one.packed(samples, backward=True)
     has_drawn = original.has_drawn or has_rates(runner.model)
     num_alone, has_units = len(watched) if runs_alone else 0, bool(one.units)
     if one.is_sharded:

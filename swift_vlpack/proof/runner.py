@@ -211,7 +211,7 @@ class Runner:
         """
         device = next(self.model.parameters()).device
         _seed_all(seed)  # so that with equal lengths and grids each token draws the same numbers again
-        before = _states_of_torch()
+        before = random_states()
         with self.batches.batch(samples, packed=packed) as batch, torch.set_grad_enabled(parameters is not None):
             slots = tuple(batch.slots or _slots(samples, batch.inputs.get("attention_mask"), packed=packed))
             shape = batch.inputs["input_ids"].shape
@@ -227,7 +227,7 @@ class Runner:
                     with _without_head(self.model), self.forward_context():
                         self.model(**on_device(batch.inputs, device))
                     loss = torch.zeros(()) if parameters is None else _pulled(seen, batch, _places(shape, slots))
-                has_drawn = not all(map(torch.equal, before, _states_of_torch()))
+                has_drawn = not all(map(torch.equal, before, random_states()))
                 if _STATES not in seen:
                     raise CannotSee(f"{type(self.decoder).__name__} gives no hidden states")
                 if parameters is not None and loss.requires_grad:
@@ -451,6 +451,7 @@ def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _states_of_torch() -> list[torch.Tensor]:
+def random_states() -> list[torch.Tensor]:
+    """Return the states of torch's random generators."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

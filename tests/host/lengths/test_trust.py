@@ -108,7 +108,7 @@ def test_a_broken_image_proves_nothing(template, full, tmp_path):
 def test_rows_are_compared_in_the_processes_that_measure(template, full, tmp_path, monkeypatch):
     """LEN-3: none in the process that waits for them, before any is measured."""
     monkeypatch.setattr(measure, "extremes", lambda sizes: np.zeros(0, np.int64))
-    rows = [*photos(tmp_path, 60), *photos(tmp_path, 60, 90, 70, "small", "small")]
+    rows = [*photos(tmp_path, 300), *photos(tmp_path, 300, 90, 70, "small", "small")]
     sizes = sizes_of(rows, template, tmp_path, num_processes=2)
     where = {process for _, process in full()}
     assert where
