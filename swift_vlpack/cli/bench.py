@@ -17,13 +17,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags, shown
 from swift_vlpack.cli.in_run import end_by_signal, in_run, own_command, run_named
+from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
 from swift_vlpack.host.path_checks import check_file
@@ -31,12 +33,16 @@ from swift_vlpack.host.run_flags import given_options
 from swift_vlpack.lines import labelled, size, table
 from swift_vlpack.words import counted
 
-WAYS: dict[str, tuple[str, ...]] = {
-    "packs": ("--packing_batch", "packs", "--packing_share", "none"),
-    "samples": ("--packing_batch", "samples", "--packing_share", "none"),
+_USUAL = {spec.name: (f"--{spec.name}", shown(spec.default)) for spec in fields(PackingConfig)}
+"""The flag of each option at its default: an option that has no effect in a way is refused in it."""
+_ALONE = (*_USUAL["packing_share"], *_USUAL["packing_share_max"])
+_OF_PACKS = (*_USUAL["packing_buffer"], *_USUAL["packing_min_fill_ratio"], *_USUAL["packing_drop_last"])
+WAYS = {
+    "packs": ("--packing_batch", "packs", *_ALONE),
+    "samples": ("--packing_batch", "samples", *_ALONE, *_OF_PACKS),
     "share=media": ("--packing_batch", "packs", "--packing_share", "media"),
-    "padded": (),
-    "padding_free": (),
+    "padded": _ALONE,
+    "padding_free": _ALONE,
 }
 """The packing options of each way to train. The first one has to run: without it there is nothing to compare."""
 FIRST = "packs"

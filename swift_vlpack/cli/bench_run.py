@@ -119,7 +119,7 @@ def _unpacked_data(run: TrainableRun, args: argparse.Namespace, config: PackingC
 
 
 def _train(args: argparse.Namespace, config: PackingConfig, found: dict[str, Any], trainer: Any) -> None:
-    """Train with a clock."""
+    """Train until the last step, or until time is up."""
     if args.phase == "padding_free":
         packs: Any = SimpleNamespace(config=config, epoch_plan=None)
         choose_attention(trainer.model, trainer.template, packs)
@@ -131,7 +131,7 @@ def _train(args: argparse.Namespace, config: PackingConfig, found: dict[str, Any
         found["about"]["model"]["attention"] = attention_of(trainer)
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class Clock(TrainerCallback):
     """Note when steps end, and count what they train."""
 
     def __init__(self, trainer: Any, until: float) -> None:

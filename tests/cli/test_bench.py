@@ -10,6 +10,7 @@ import torch
 from swift_vlpack.cli import bench
 from swift_vlpack.cli.bench import PhaseFailed, bench_report, bench_text, demo_rows
 from swift_vlpack.config import PackingConfig
+from swift_vlpack.host.launch import train_launch
 from swift_vlpack.rows.source import RowSource
 from tests.cli.in_process import run_here
 from tests.data_rows import text_row, write_jsonl
@@ -121,6 +122,24 @@ def test_without_packs_there_is_no_report(turns):
     """CLI-22"""
     with pytest.raises(PhaseFailed, match="packs"):
         turns(broken=("packs",))
+
+
+@pytest.mark.parametrize("way", bench.WAYS)
+def test_options_of_one_way_do_not_stop_another(way):
+    """CLI-22 SHARE-85: an option that is for shared media, or for packs alone, is refused elsewhere."""
+    own = (
+        "--packing_length",
+        "64",
+        "--packing_share",
+        "media",
+        "--packing_share_max",
+        "8",
+        "--packing_drop_last",
+        "false",
+    )
+    made = train_launch(["--model", "m", *own, *bench.WAYS[way]], {}).config
+    assert made.shares_media == (way == "share=media")
+    assert made.packing_share_max == (8 if made.shares_media else 16)
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------

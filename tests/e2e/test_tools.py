@@ -36,7 +36,6 @@ def test_file_of_a_run_is_verified_and_nothing_is_left_behind(tiny_folder, tmp_p
 def test_demo_is_measured_in_every_way(tiny_folder, tmp_path):
     """CLI-22 CLI-39 SAME-6 SHARE-85: each in a process of its own."""
     flags = options(tiny_folder(FAMILY), tmp_path / "out", max_length=1024, use_cpu="true")
-    del flags["dataset"]
     (tmp_path / "train.yaml").write_text(yaml.safe_dump({name: str(value) for name, value in flags.items()}))
     folder = tmp_path / "empty"
     folder.mkdir()
