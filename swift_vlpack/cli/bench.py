@@ -71,7 +71,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument("--json", action="store_true", help=f"print what is in {FILE} instead of the report")
-    parser.add_argument("--phase", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=tuple(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the process was started
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # when its last step has to begin
     add_packing_flags(parser, packing_length="the run's --max_length")

@@ -103,7 +103,9 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, launch: RunLaunch,
     feed = planned_feed(rows, run.template, run.args, config)
     if config.shares_media and not sharing_report(feed.epoch_plan.packs)["num_units"]:
         raise NothingShared
-    found["about"] = _about(run.model, launch, sum(len(source.rows) for source in some))
+    found["about"] = _about(run.model, config, sum(len(source.rows) for source in some))
+    given = given_options(launch.flags)
+    found["about"]["options"] |= {name: given[name] for name in OF_TRAINING if name in given}
     return [feed, None]
 
 
@@ -192,10 +194,9 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _about(model: Any, launch: RunLaunch, num_rows: int) -> dict[str, Any]:
+def _about(model: Any, config: PackingConfig, num_rows: int) -> dict[str, Any]:
     """Describe the run without paths, and without names of machines or data, so that it can be published."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    given = given_options(launch.flags)
     found: dict[str, Any] = {
         "versions": {**versions(), "torch": torch.__version__, "python": platform.python_version()},
         "device": {"name": model.device.type, "bytes": None}
@@ -207,10 +208,7 @@ def _about(model: Any, launch: RunLaunch, num_rows: int) -> dict[str, Any]:
             "dtype": str(model.dtype).removeprefix("torch."),
         },
         "rows": num_rows,
-        "options": {
-            **options_to_publish(launch.config),
-            **{name: given[name] for name in OF_TRAINING if name in given},
-        },
+        "options": options_to_publish(config),
     }
     say(f"{', '.join(map(' '.join, found['versions'].items()))}, on {found['device']['name']}")
     return found

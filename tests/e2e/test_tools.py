@@ -55,5 +55,5 @@ def test_demo_is_measured_in_every_way(tiny_folder, tmp_path):
         assert found["seconds_to_step_1"] > 1
         assert [turn["steps"] for turn in found["turns"]] == [1]
     assert report["is_demo"]
-    assert report["options"]["max_length"] == 1024
+    assert report["options"]["max_length"] == report["options"]["packing_length"] == 1024
     assert not [name for name in (str(tmp_path), platform.node(), "/") if name in text]
