@@ -33,6 +33,7 @@ GONE = {
     "vlpack inspect --loss_spikes": _SPIKES,
     "vlpack inspect --loss-spikes": _SPIKES,
     "vlpack inspect --html_mb": "a page takes packs up to 20 MB; choose them by --epoch, --pack, --step or --sample",
+    "vlpack bench --seconds": "give --minutes, the longest time for all runs together",
     **{f"vlpack cache {flag}": _CLEAR for flag in ("--source", "--template", "--model_type", "--older-than")},
 }
 

@@ -203,7 +203,7 @@ def code_of(path: Path) -> str:
 
 
 HEAVY = ("swift", "torch", "transformers", "accelerate", "datasets", "pyarrow", "yaml", "rich")
-MISSING_BESIDE_NUMPY = ("packaging",)
+MISSING_BESIDE_NUMPY = ("packaging", "PIL")
 """Light, and not installed where only plans are made."""
 
 

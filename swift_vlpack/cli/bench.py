@@ -1,38 +1,57 @@
-"""`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
+"""`vlpack bench`: train a few steps in every way, in turns, and say how fast each is on this machine.
 
-A process each measures packed and padded training, so that each has its own memory. Under `packing_batch=samples` one
-more process measures padded batches without their padding, and under `packing_share=media` one more measures packs in
-which no rows share. Each process is this command line again, with `--phase`: `bench_run` measures, and prints JSON.
-This module starts the processes, and puts their numbers together with advice.
+Each run is a process of its own, so that it has its own memory and its own start: this command line again, with
+`--phase`, which `bench_run` measures. Turns go on as long as another one fits into `--minutes`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
 import signal
+import statistics
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.bench_report import (
-    advice_on,
-    alone_per_second,
-    bench_text,
-    limit_of,
-    num_cores,
-    speed_of,
-    start_of,
-)
-from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags, shown
 from swift_vlpack.cli.in_run import end_by_signal, in_run, own_command, run_named
-from swift_vlpack.config import SAMPLES
+from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
+from swift_vlpack.host.path_checks import check_file
+from swift_vlpack.host.run_flags import given_options
+from swift_vlpack.lines import labelled, size, table
+from swift_vlpack.words import counted
+
+_USUAL = {spec.name: (f"--{spec.name}", shown(spec.default)) for spec in fields(PackingConfig)}
+"""The flag of each option at its default: an option that has no effect in a way is refused in it."""
+_ALONE = (*_USUAL["packing_share"], *_USUAL["packing_share_max"])
+_OF_PACKS = (*_USUAL["packing_buffer"], *_USUAL["packing_min_fill_ratio"], *_USUAL["packing_drop_last"])
+WAYS = {
+    "packs": ("--packing_batch", "packs", *_ALONE),
+    "samples": ("--packing_batch", "samples", *_ALONE, *_OF_PACKS),
+    "share=media": ("--packing_batch", "packs", "--packing_share", "media"),
+    "padded": _ALONE,
+    "padding_free": _ALONE,
+}
+"""The packing options of each way to train. The first one has to run: without it there is nothing to compare."""
+FIRST = "packs"
+FILE = Path("bench.json")
+MEASURED = ("tokens_per_second", "samples_per_second", "peak_bytes", "seconds_to_step_1")
+DEMO_LENGTH = 4096
+"""Tokens of a pack of the demo, unless the run names another length."""
+DEMO_IMAGES = 240
+WORDS = ("the", "small", "red", "house", "near", "a", "street", "shows", "two", "people", "and", "their", "blue", "car")
 
 
 class PhaseFailed(VLPackError):
@@ -41,18 +60,20 @@ class PhaseFailed(VLPackError):
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser, num_ranks=False)
+    parser.add_argument("--demo", action="store_true", help="make photos, questions and texts, in place of own data")
     for name, default, text in (
-        ("steps", 10, "sequences to measure, packed and padded each"),
-        ("seconds", 60, "longest time to measure sequences, packed and padded each"),
+        ("steps", 20, "steps to measure in each run, after two to warm up"),
+        ("turns", 3, "most runs of each way"),
+        ("minutes", 10, "longest time for all of it"),
         ("rows", 1000, "rows to take from each source, from all over it"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
         )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
-    parser.add_argument("--phase", choices=("packed", "unshared", "padded", "padding_free"), help=argparse.SUPPRESS)
-    parser.add_argument("--tokens_of_pack", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help=f"print what is in {FILE} instead of the report")
+    parser.add_argument("--phase", choices=tuple(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the process was started
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # when its last step has to begin
     add_packing_flags(parser, packing_length="the run's --max_length")
 
 
@@ -63,36 +84,52 @@ def _run(args: argparse.Namespace) -> int:
 
             print(json.dumps(measured(args, run)), file=out)
         return 0
-    for name in ("steps", "seconds", "rows"):
+    for name in ("steps", "turns", "minutes", "rows"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    check_launch(run_named(args, needs_gpu=True))
+    check_file("the report", FILE)
     signal.signal(signal.SIGTERM, end_by_signal)  # exit by an exception, so that `finally` ends the measuring process
-    start = time.perf_counter()
-    packed = measured_apart(args.argv, "packed")
-    found = {}
-    if "share" in packed["plan"]:
-        found["unshared"] = _beside(args.argv, "unshared", tokens_of_pack=0)
-    for phase in ("padded", *(("padding_free",) if packed["plan"]["packing_batch"] == SAMPLES else ())):
-        found[phase] = _beside(args.argv, phase, tokens_of_pack=packed["plan"]["packing_length"])
-    report = bench_report(packed, **found, seconds=time.perf_counter() - start)
+    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
+        if args.demo:
+            own = _demo_flags(args, Path(folder))
+            args.flags, args.argv = [*args.flags, *own], [*args.argv, *own]
+        check_launch(run_named(args, needs_gpu=True))
+        start = time.time()
+        runs = _in_turns(args, start)
+        report = bench_report(runs, is_demo=args.demo, num_steps=args.steps, seconds=time.time() - start)
+    FILE.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report) if args.json else bench_text(report))
     return 0
 
 
-def _beside(argv: Sequence[str], phase: str, *, tokens_of_pack: int) -> dict[str, Any]:
-    """Measure another way to train, or return why that failed: padded batches may not fit into memory, for example."""
-    try:
-        return measured_apart(argv, phase, tokens_of_pack=tokens_of_pack)
-    except PhaseFailed as error:
-        return {"problem": str(error), "measurements": [], "memory": None, "seconds": 0.0}
+# -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
-    """Measure a phase in a child process, which is terminated if this process ends. Raises `PhaseFailed`."""
-    of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack), "--began", str(time.time())]
-    command = own_command([*argv, *of_phase])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+def _in_turns(args: argparse.Namespace, start: float) -> dict[str, list[dict[str, Any]]]:
+    """Return what the runs of each way measured. A way that does not run is tried once."""
+    share = 60 * args.minutes / len(WAYS)
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for turn in range(args.turns):
+        of_turn = time.time()
+        for way in WAYS:
+            if turn and "seconds" not in runs[way][0]:
+                continue
+            try:
+                runs[way].append(measured_apart(args.argv, way, share))
+            except PhaseFailed as error:
+                if way == FIRST:
+                    raise
+                runs[way].append({"did_not_run": str(error)})
+        if 2 * time.time() - of_turn > start + 60 * args.minutes:  # another turn would end too late
+            break
+    return runs
+
+
+def measured_apart(argv: Sequence[str], way: str, seconds: float) -> dict[str, Any]:
+    """Measure a way in a child process, which is terminated if this process ends. Raises `PhaseFailed`."""
+    began = time.time()
+    of_phase = ["--phase", way, "--began", str(began), "--until", str(began + seconds)]
+    with subprocess.Popen(own_command([*argv, *WAYS[way], *of_phase]), stdout=subprocess.PIPE, text=True) as running:
         try:
             report, _ = running.communicate()
         except KeyboardInterrupt:
@@ -104,79 +141,128 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
                 running.terminate()
                 running.wait()
     if running.returncode or not report:
-        raise PhaseFailed(f"the {phase} run ended with code {running.returncode}; what it said is above")
+        raise PhaseFailed(f"the {way} run ended with code {running.returncode}; what it said is above")
     found: dict[str, Any] = json.loads(report)
     return found
 
 
+# -- the data of the demo ---------------------------------------------------------------------------------------------
+
+
+def _demo_flags(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Write the rows of the demo, and return the flags of a run on them."""
+    data = folder / "demo.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in demo_rows(folder)))
+    flags = ["--dataset", str(data)]
+    args.flags = [*args.flags, *([] if args.flags or args.config else flags)]  # so that `run_named` has a run to name
+    has_length = "max_length" in given_options(run_named(args).flags)
+    return flags if has_length else [*flags, "--max_length", str(DEMO_LENGTH)]
+
+
+def demo_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Make photos with one to four questions about each, and texts without a photo."""
+    from PIL import Image
+
+    draw = random.Random(0)
+
+    def words(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(3, most)))
+
+    for number in range(DEMO_IMAGES):
+        path, width, height = folder / f"{number}.jpg", draw.randint(160, 640), draw.randint(160, 640)
+        coarse = np.random.default_rng(number).integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize((width, height)).save(path, quality=85)
+        for _ in range(draw.randint(1, 4)):
+            yield {**_row(f"<image>{words(12)}?", words(60)), "images": [str(path)]}
+        yield _row(words(60), words(200))
+
+
+def _row(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
 def bench_report(
-    packed: Mapping[str, Any],
-    padded: Mapping[str, Any],
-    padding_free: Mapping[str, Any] | None = None,
-    unshared: Mapping[str, Any] | None = None,
-    *,
-    seconds: float,
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], *, is_demo: bool, num_steps: int, seconds: float
 ) -> dict[str, Any]:
-    """Put the numbers of the phases together, with ratios and advice. `padding_free` and `unshared` are optional."""
-    given = {"packed": packed, "unshared": unshared, "padded": padded, "padding_free": padding_free}
-    phases = {phase: found for phase, found in given.items() if found is not None}
-    training = {phase: _training(found) for phase, found in phases.items()}
-    of_padding_free, of_unshared = training.get("padding_free"), training.get("unshared")
-    report = {
-        **{name: packed[name] for name in ("model", "device", "attention", "length_pass", "plan", "loader")},
-        "workers_of_run": packed["workers_of_run"],
-        "start": start_of(packed),
-        "cores": num_cores(),
-        **training,
-        "ratio": _ratio(training["packed"], training["padded"]),
-        "ratio_padding_free": _ratio(of_padding_free, training["padded"]) if of_padding_free else None,
-        **({"ratio_sharing": _ratio(training["packed"], of_unshared)} if of_unshared else {}),
-        "seconds": round(seconds, 1),
-        "seconds_measured": round(sum(found["seconds"] for found in phases.values()), 1),
-    }
-    return {**report, "limit": limit_of(report), "advice": advice_on(report)}
-
-
-def _ratio(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
-    """Return the tokens a second of one phase over those of another; None if one was not measured.
-
-    Counts the tokens of the rows alone, because rows that share a prefix are all trained on it, but compute it once.
-    """
-    speeds = [alone_per_second(phase["measurements"]) for phase in (one, other)]
-    if not all(speeds):
-        return None
-    return round(speeds[0] / speeds[1], 3)
-
-
-def _training(found: Mapping[str, Any]) -> dict[str, Any]:
-    measurements = found["measurements"]
-    speed = speed_of(measurements)
-    pauses = [one["between"] / one["batches"] for one in measurements]
+    """Put the runs of each way together: medians of turns. Has no paths, and no names of machines or data."""
     return {
-        "speed": None if speed is None else speed._asdict(),
-        "between": round(float(np.median(pauses)), 4) if pauses else None,
-        "memory": found["memory"],
-        "measurements": measurements,
-        "problem": found.get("problem"),
+        **runs[FIRST][0]["about"],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "is_demo": is_demo,
+        "steps": num_steps,
+        "ways": {way: _of_way(found) for way, found in runs.items()},
+        "seconds": round(seconds, 1),
     }
+
+
+def _of_way(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the median of each number, and what each turn measured; or why the way did not run."""
+    if (why := found[0].get("did_not_run")) is not None:
+        return {"did_not_run": why}
+    turns = [
+        {
+            "tokens_per_second": round(one["tokens"] / one["seconds"], 1),
+            "samples_per_second": round(one["samples"] / one["seconds"], 2),
+            "peak_bytes": one["peak_bytes"],
+            "seconds_to_step_1": round(one["seconds_to_step_1"], 1),
+            "steps": one["steps"],
+        }
+        for one in found
+        if "seconds" in one
+    ]
+    return {**{name: round(statistics.median(one[name] for one in turns), 2) for name in MEASURED}, "turns": turns}
+
+
+def bench_text(report: Mapping[str, Any]) -> str:
+    """Write the report for a reader, on one screen: first the versions and the device."""
+    device, ways = report["device"], report["ways"]
+    memory = f" with {size(device['bytes'])}" if device["bytes"] else ""
+    about = [
+        ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
+        ("device", f"{device['name']}{memory}, {counted(report['cores'], 'core')}"),
+        ("model", "{type}, {parameters:,} parameters, {dtype}, attention {attention}".format(**report["model"])),
+        ("data", f"{'the demo, ' if report['is_demo'] else ''}{counted(report['rows'], 'row')}"),
+        ("options", ", ".join(f"{name}={value}" for name, value in report["options"].items())),
+    ]
+    padded = ways["padded"].get("tokens_per_second")
+    rows = [(way, *_cells(found, padded)) for way, found in ways.items() if "did_not_run" not in found]
+    columns = ("", "tokens/s", "samples/s", "x padded", "peak memory", "to step 1", "turns")
+    without = [(way, f"did not run: {found['did_not_run']}") for way, found in ways.items() if "did_not_run" in found]
+    ends = [
+        ("", f"medians of turns, {counted(report['steps'], 'step')} each at most; tokens as the rows have them alone"),
+        ("time", f"{report['seconds']:.0f} s in all; {FILE} has every number, to be pasted into an issue"),
+    ]
+    return "\n".join(filter(None, (labelled(about), "", *table(columns, rows), labelled(without), labelled(ends))))
+
+
+def _cells(found: Mapping[str, Any], padded: float | None) -> tuple[str, ...]:
+    tokens = found["tokens_per_second"]
+    return (
+        f"{tokens:.0f}",
+        f"{found['samples_per_second']:.1f}",
+        f"{tokens / padded:.2f}" if padded else "-",
+        size(found["peak_bytes"]),
+        f"{found['seconds_to_step_1']:.1f} s",
+        str(len(found["turns"])),
+    )
 
 
 BENCH = Command(
     name="bench",
-    text="measure the length pass, the loader and training, packed and padded, on this machine",
+    text="measure training on this machine: packed, padded and without padding, in turns",
     usage=(
         "vlpack bench [sft|pt] [--config CONFIG.yaml] [packing options] [any option of swift sft]\n"
-        "                    [--steps N] [--seconds N] [--rows N] [--json]"
+        "                    [--demo] [--steps N] [--turns N] [--minutes N] [--rows N] [--json]"
     ),
     description=(
-        "Measure a run on this machine and its own data: rows a second of the length pass, samples a second of the "
-        "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
-        "them un-packed (under packing_batch=samples without padding, too; under packing_share=media also packed "
-        "without sharing), and memory; what the seconds to step 1 go to, and whether a run waits for its loader or for "
-        "its steps; with advice, each with the measurement it comes from. Looks at --rows rows of each source. Takes a "
-        "start of ms-swift with the model for each way to train, one proof, 5 s for each number of workers, and at "
-        "most --seconds for each way (two sequences to warm up and at least one more are always trained). Nothing is "
-        "saved."
+        "Train a few steps of a run on this machine in every way that it can be trained: packs, packs in the steps of "
+        "the un-packed run (samples), packs that share media where rows do, padded as ms-swift trains un-packed, and "
+        "padded batches without their padding (padding_free). Says tokens and samples a second, peak memory and the "
+        "seconds to step 1, medians of runs that take turns, and writes them to bench.json, which has no paths and no "
+        "names of data. With --demo, --model is all that it needs. Nothing else is saved."
     ),
     add_flags=_add_flags,
     run=_run,

@@ -1,79 +1,86 @@
-"""Measure one phase of `vlpack bench`, in a process that measures nothing else.
+"""Measure one run of `vlpack bench`, in a process that measures nothing else.
 
-`packed`: the length pass on some rows of every source, the loader with several numbers of workers, and training of
-packs. `unshared`: training of packs of the same rows, none of which share a prefix. `padded`: the same rows as ms-swift
-trains them un-packed. `padding_free`: the same batches without padding, by ms-swift's own collator and the attention of
-the packed run. Every part ends after a given time.
+Packed ways train as `vlpack sft` does. `padded` trains the same rows as ms-swift does un-packed, and `padding_free` the
+same batches without padding, by ms-swift's own collator and the attention of a packed run.
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
+import resource
+import sys
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
+from transformers import TrainerCallback
 
-from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, Laps, StepTimer, loader_speed, memory, say
-from swift_vlpack.cli.bench_report import num_cores
-from swift_vlpack.config import SAMPLES, PackingConfig
+from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.feed.choose_attention import choose_attention
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import measured_rows, planned_feed
-from swift_vlpack.host.proof import prove_isolation
-from swift_vlpack.host.run import TrainableRun, instead_of_proof, need_packing, run_of
+from swift_vlpack.host.proof import attention_of
+from swift_vlpack.host.run import TrainableRun, need_packing, run_of
+from swift_vlpack.host.run_flags import given_options
+from swift_vlpack.host.same_on_ranks import versions
 from swift_vlpack.host.sources import load_sources
-from swift_vlpack.host.use_attention import choose_for, use_attention
-from swift_vlpack.plan.report import sharing_report, suggested_length
+from swift_vlpack.host.use_attention import use_attention
+from swift_vlpack.plan.report import sharing_report
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.source import RowSource
 
-PACKED, UNSHARED, PADDING_FREE = "packed", "unshared", "padding_free"
-ROWS_TOGETHER = 50
-"""Neighbours that are taken together if rows share images, because rows of one image often follow one another."""
+UNPACKED = ("padded", "padding_free")
+WARM = 2
+"""Steps before the measured ones: kernels are chosen and memory is allocated in them."""
+TOGETHER = 20
+"""Neighbours that are taken together, because rows of one image often follow one another."""
 NOTHING_BETWEEN = (
     *("--save_strategy", "no", "--eval_strategy", "no"),
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
     *("--dataloader_persistent_workers", "false"),
 )
 """Flags that switch off evaluation, checkpoints and logs, which would fall between the measured steps."""
+OF_TRAINING = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "tuner_type"),
+    *("gradient_checkpointing", "dataloader_num_workers"),
+)
+"""Options of ms-swift that the report names."""
+OF_THE_WAY = ("packing", "packing_batch", "packing_share")
+"""Options of packing that each way sets."""
+
+
+class NothingShared(Exception):
+    """Ends the run that shares media before it trains, if none of its rows share."""
 
 
 def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
-    """Measure the phase of these flags of `vlpack bench`."""
-    laps = Laps(args.began or time.time())
-    laps("imports")
-    is_packed = args.phase in (PACKED, UNSHARED)
-    most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
-    flags = [
-        *launch.flags,
-        *NOTHING_BETWEEN,
-        "--max_steps",
-        str(most),
-        *([] if is_packed else _unpacked(launch.config)),
-    ]
-    if not is_packed or launch.config.packing_batch != SAMPLES:
-        flags += ["--gradient_accumulation_steps", "1"]  # a step of one batch; steps that keep their samples need all
+    """Train in the way of these flags of `vlpack bench`, and return what was measured."""
+    flags = [*launch.flags, *NOTHING_BETWEEN, "--max_steps", str(WARM + args.steps)]
+    if args.phase in UNPACKED:
+        flags += _unpacked(launch.config)
     with run_of(flags, num_ranks=1, command=launch.command, kind=TrainableRun) as run:
-        found: dict[str, Any] = {"model": run.args.model}
-        if is_packed:
-            run.make_data = partial(_packed_data, run, args, found, laps)
-            run.at_training = partial(_measure_packed, args, found, laps)
-        else:
+        found: dict[str, Any] = {}
+        if args.phase in UNPACKED:
             run.make_data = partial(_unpacked_data, run, args, launch.config)
-            run.at_training = partial(_measure_unpacked, args, found, launch.config)
-        run.run()
-        return {**found, "memory": memory()}
+        else:
+            run.make_data = partial(_packed_data, run, args, launch, found)
+        run.at_training = partial(_train, args, launch.config, found)
+        try:
+            run.run()
+        except NothingShared:
+            return {"did_not_run": "no two rows share media"}
+        return found
 
 
 def _unpacked(config: PackingConfig) -> list[str]:
@@ -82,86 +89,136 @@ def _unpacked(config: PackingConfig) -> list[str]:
     return ["--packing", "false", *(["--dataset", *(spec.dataset for spec in sources)] if sources else [])]
 
 
-def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, Any], laps: Laps) -> list[Any]:
-    """Measure the length pass and plan, as training would, on some rows of every source."""
-    laps("model")
+def _packed_data(run: TrainableRun, args: argparse.Namespace, launch: RunLaunch, found: dict[str, Any]) -> list[Any]:
+    """Measure lengths and plan, as training would at a first start, on some rows of every source."""
     need_packing(run.args)
     if run.args.streaming:
-        raise ConfigError("--streaming true has nothing to plan and no loader that ends; bench the files without it")
-    # An empty folder: the length pass is measured as at a first start, when no lengths are remembered.
+        raise ConfigError("--streaming true has no rows to train in turns; bench the files without it")
+    use_attention(run.model, run.args.attn_impl)
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
-        given = packing_config(run.args)
-        config = replace(given.without_sharing() if args.phase == UNSHARED else given, packing_cache_dir=folder)
-        use_attention(run.model, run.args.attn_impl)
-        all_sources, _ = load_sources(run.args, config)
-        sources = [some_of(source, args.rows, together=_together(given)) for source in all_sources]
-        laps("data")
-        say("length pass")
-        start = time.perf_counter()
-        rows = measured_rows(sources, run.template, run.args, config)
-        seconds = time.perf_counter() - start
-        laps("lengths")
+        config = replace(packing_config(run.args), packing_cache_dir=folder)
+        sources, _ = load_sources(run.args, config)
+        some = [some_of(source, args.rows) for source in sources]
+        rows = measured_rows(some, run.template, run.args, config)
     feed = planned_feed(rows, run.template, run.args, config)
-    laps("plan")
-    found["rows_of_run"] = sum(len(source.rows) for source in all_sources)
-    found["length_pass"] = _length_pass(rows, seconds, run.args.dataset_num_proc or 1)
-    found["plan"] = _about_plan(feed)
+    if config.shares_media and not sharing_report(feed.epoch_plan.packs)["num_units"]:
+        raise NothingShared
+    found["about"] = _about(run.model, config, sum(len(source.rows) for source in some))
+    given = given_options(launch.flags)
+    found["about"]["options"] |= {name: given[name] for name in OF_TRAINING if name in given}
     return [feed, None]
 
 
 def _unpacked_data(run: TrainableRun, args: argparse.Namespace, config: PackingConfig) -> list[Any]:
-    """Take the rows of the packed phase for ms-swift's own trainer, which pads them."""
-    if args.phase == PADDING_FREE:
+    """Take the rows of the packed runs for ms-swift's own trainer."""
+    if args.phase == "padding_free":
         # Not by the flag, for which ms-swift asks for flash-attn: our attention reads the boundaries as well.
         use_attention(run.model, run.args.attn_impl)
         run.template.padding_free = True
     sources, _ = load_sources(run.args, config)
-    some = [some_of(source, args.rows, together=_together(config)) for source in sources]
+    some = [some_of(source, args.rows) for source in sources]
     return [UnpackedRows(FusionCaptionDataset(some, run.template, shuffle=False)), None]
 
 
-def _measure_packed(args: argparse.Namespace, found: dict[str, Any], laps: Laps, trainer: Any) -> None:
-    """Measure the loader alone, then the rest of a start, then training. For `unshared`, measure only training."""
-    laps("trainer")
-    is_whole = args.phase == PACKED
-    if is_whole:
-        of_run = found["workers_of_run"] = trainer.args.dataloader_num_workers
-        tried = sorted({*workers_to_try(num_cores()), of_run})
-        found["loader"] = [loader_speed(trainer, workers) for workers in tried]
-        trainer.args.dataloader_num_workers = of_run
-        laps.skip()
-
-    def before_step_1(*of: Any, **more: Any) -> None:
-        laps("trainer")
-        found["attention"] = choose_for(trainer)
-        laps("attention")
-        if is_whole and trainer.feed.config.packing_verify:
-            say("proof")
-            prove_isolation(trainer)
-            laps("proof")
-
-    instead_of_proof(trainer, before_step_1)
-    _measure(args, found, trainer)
-    found["start"] = laps.seconds
-
-
-def _measure_unpacked(args: argparse.Namespace, found: dict[str, Any], config: PackingConfig, trainer: Any) -> None:
-    """Measure training of ms-swift's own batches."""
-    if args.phase == PADDING_FREE:
+def _train(args: argparse.Namespace, config: PackingConfig, found: dict[str, Any], trainer: Any) -> None:
+    """Train until the last step, or until time is up."""
+    if args.phase == "padding_free":
         packs: Any = SimpleNamespace(config=config, epoch_plan=None)
         choose_attention(trainer.model, trainer.template, packs)
-    _measure(args, found, trainer)
+    clock = Clock(trainer, until=args.until)
+    say(f"training, {args.phase}")
+    trainer.train()
+    found |= {**clock.measured(args.began), "peak_bytes": peak_bytes()}
+    if "about" in found:
+        found["about"]["model"]["attention"] = attention_of(trainer)
 
 
-def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:
-    """Train until `StepTimer` has its measurements."""
-    timer = StepTimer(trainer, args)
-    trainer.training_step = timer
-    start = time.perf_counter()
-    with suppress(Enough):
-        trainer.train()
-    found |= {"device": str(trainer.args.device), "measurements": timer.measured()}
-    found["seconds"] = round(time.perf_counter() - start, 2)
+class Clock(TrainerCallback):
+    """Note when steps end, and count what they train."""
+
+    def __init__(self, trainer: Any, until: float) -> None:
+        self._until = until
+        self._train_batch = trainer.training_step
+        self._ends: list[float] = []
+        """Times at which steps ended; that of a step in the middle is not waited for on a GPU."""
+        self._sizes: list[list[tuple[Any, Any]]] = [[]]
+        """Tokens and samples of the batches of each step, and of the step that has begun."""
+        trainer.training_step = self._counted
+        trainer.add_callback(self)
+
+    def _counted(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(inputs, tuple):  # all sequences of a step: the trainer calls this again for each of them
+            self._sizes[-1].append(sizes_of(inputs))
+        return self._train_batch(model, inputs, *args, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the time. Ends training after the last step, or after the first measured one that ends too late."""
+        num_steps = len(self._ends) + 1
+        is_late = num_steps > WARM and time.time() > self._until
+        if args.device.type == "cuda" and (is_late or num_steps in (1, WARM, state.max_steps)):
+            torch.cuda.synchronize()
+        self._ends.append(time.time())
+        self._sizes.append([])
+        control.should_training_stop = control.should_training_stop or is_late
+
+    def measured(self, began: float) -> dict[str, Any]:
+        """Sum up the steps after those that warm up."""
+        sizes = [one for of_step in self._sizes[WARM:-1] for one in of_step]
+        return {
+            "seconds_to_step_1": self._ends[0] - began,
+            "steps": len(self._ends) - WARM,
+            "seconds": self._ends[-1] - self._ends[WARM - 1],
+            "tokens": sum(int(tokens) for tokens, _ in sizes),
+            "samples": sum(int(samples) for _, samples in sizes),
+        }
+
+
+def sizes_of(inputs: Any) -> tuple[Any, Any]:
+    """Count tokens without padding and samples of a batch, packed or not: numbers, or tensors that nobody waits for.
+
+    If rows share a prefix, its tokens are counted for each row: all of them are trained on it.
+    """
+    if (record := getattr(inputs, "record", None)) is not None:
+        return sum(record.lengths), len(record.lengths)
+    tokens, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return mask.sum(), tokens.shape[0]
+    positions = inputs.get("text_position_ids", inputs.get("position_ids"))
+    return tokens.numel(), tokens.shape[0] if positions is None else (positions == 0).sum()  # a batch without padding
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of the GPU; on the CPU, that of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _about(model: Any, config: PackingConfig, num_rows: int) -> dict[str, Any]:
+    """Describe the run without paths, and without names of machines or data, so that it can be published."""
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    found: dict[str, Any] = {
+        "versions": {**versions(), "torch": torch.__version__, "python": platform.python_version()},
+        "device": {"name": model.device.type, "bytes": None}
+        if gpu is None
+        else {"name": gpu.name, "bytes": gpu.total_memory},
+        "model": {
+            "type": model.config.model_type,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        "rows": num_rows,
+        "options": options_to_publish(config),
+    }
+    say(f"{', '.join(map(' '.join, found['versions'].items()))}, on {found['device']['name']}")
+    return found
+
+
+def options_to_publish(config: PackingConfig) -> dict[str, Any]:
+    """Return the options that are not at their default, without texts of the user's own, which may be paths."""
+    choices = {spec.name: spec.metadata["choices"] for spec in fields(config)}
+    kept = {name: value for name, value in config.changed().items() if name not in OF_THE_WAY}
+    return {name: value for name, value in kept.items() if not isinstance(value, str) or value in choices[name]}
 
 
 class UnpackedRows(Dataset[Any]):
@@ -181,25 +238,12 @@ class UnpackedRows(Dataset[Any]):
         raise DataError("not one row could be encoded")
 
 
-def workers_to_try(cores: int) -> list[int]:
-    """Return the numbers of loader workers to measure: none, the powers of two up to the cores, and all cores.
-
-    >>> workers_to_try(1), workers_to_try(6), workers_to_try(8)
-    ([0, 1], [0, 1, 2, 4, 6], [0, 1, 2, 4, 8])
-    """
-    powers = [1 << at for at in range(cores.bit_length()) if 1 << at <= cores]
-    return sorted({0, *powers, cores})
-
-
-def _together(config: PackingConfig) -> int:
-    return ROWS_TOGETHER if config.shares_media else 1
-
-
-def some_of(source: RowSource, num_rows: int, *, together: int = 1) -> RowSource:
-    """Take rows from all over a source, because files are often sorted, in groups of `together` neighbours."""
+def some_of(source: RowSource, num_rows: int) -> RowSource:
+    """Take rows from all over a source, because files are often sorted, in groups of neighbours."""
     if len(source.rows) <= num_rows:
         return source
-    firsts = np.linspace(0, max(0, len(source.rows) - together), -(-num_rows // together)).astype(np.int64)
+    together = min(TOGETHER, num_rows)
+    firsts = np.linspace(0, len(source.rows) - together, -(-num_rows // together)).astype(np.int64)
     indices = np.unique(firsts[:, None] + np.arange(together))[:num_rows].tolist()
     rows: Any = source.rows
     chosen = rows.select(indices) if hasattr(rows, "select") else [rows[at] for at in indices]
@@ -208,33 +252,6 @@ def some_of(source: RowSource, num_rows: int, *, together: int = 1) -> RowSource
     return replace(source, rows=chosen, row_numbers=numbers, sample_limit=None, places=None)
 
 
-def _length_pass(rows: FusionCaptionDataset, seconds: float, processes: int) -> dict[str, Any]:
-    num_rows = sum(len(source.rows) for source in rows.sources)
-    return {
-        "rows": num_rows,
-        "seconds": round(seconds, 3),
-        "rows_per_second": round(num_rows / seconds, 1),
-        "processes": processes,
-    }
-
-
-def _about_plan(feed: Any) -> dict[str, Any]:
-    plan, lengths = feed.epoch_plan.packs, feed.epoch_plan.lengths
-    lengths = lengths[lengths > 0]
-    patches = [int(part.sum()) for part in np.split(plan.patches_of_members, plan.offsets[1:-1])]
-    return {
-        "packing_length": feed.config.packing_length,
-        "packing_batch": feed.config.packing_batch,
-        "packs": len(plan),
-        "mean_fill": round(float(plan.mean_fill), 4),
-        "mean_length": round(float(lengths.mean()), 1),
-        "longest": int(lengths.max()),
-        "suggested_length": suggested_length(lengths),
-        "patches_per_pack": {
-            "median": int(np.median(patches)),
-            "p95": int(np.percentile(patches, 95)),
-            "max": max(patches),
-        },
-        "has_caps": feed.config.has_caps,
-        **({"share": sharing_report(plan)} if feed.config.shares_media else {}),
-    }
+def say(what: str) -> None:
+    """Show progress on stderr, because stdout has the report alone."""
+    print(f"vlpack bench: {what}", file=sys.stderr, flush=True)

@@ -89,16 +89,11 @@ def prepare_to_train(trainer: Any, look: Callable[[], None]) -> None:
         look()
         raise _Prepared
 
-    instead_of_proof(trainer, stop)
-    with suppress(_Prepared):
-        trainer.train()
-
-
-def instead_of_proof(trainer: Any, act: Callable[..., None]) -> None:
-    """Replace what this package does between preparing the model and step 1: attention, proof, the start event."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, PackingCallback):
-            callback.on_train_begin = act  # type: ignore[method-assign]
+            callback.on_train_begin = stop  # type: ignore[method-assign]
+    with suppress(_Prepared):
+        trainer.train()
 
 
 @contextmanager

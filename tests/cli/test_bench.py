@@ -1,154 +1,254 @@
-"""`vlpack bench`, in process: both phases on a tiny run, and what is made of them."""
+"""`vlpack bench`: what is made of the runs of each way, and how one run is measured."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from swift_vlpack.cli import bench_run
-from swift_vlpack.cli.bench import bench_report
-from swift_vlpack.cli.bench_report import bench_text
+from swift_vlpack.cli import bench
+from swift_vlpack.cli.bench import PhaseFailed, bench_report, bench_text, demo_rows
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.host.launch import train_launch
 from swift_vlpack.rows.source import RowSource
 from tests.cli.in_process import run_here
-from tests.data_rows import mixed_rows, rows_about_images, text_row, write_jsonl
+from tests.data_rows import text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import packed_argv
 
 FAMILY = "qwen2_5_vl"
+GB = 2**30
+ABOUT = {
+    "versions": {"swift_vlpack": "0.2.0", "swift": "4.6.0", "python": "3.11.7"},
+    "device": {"name": "NVIDIA A100", "bytes": 80 * GB},
+    "model": {"type": FAMILY, "parameters": 6_236_224, "dtype": "bfloat16", "attention": "vlpack"},
+    "rows": 80,
+    "options": {"max_length": 1024, "packing_strategy": "exact"},
+}
+
+
+def one(tokens, seconds=2.0, **more):
+    found = {"tokens": tokens, "samples": 10, "seconds": seconds, "steps": 20, "peak_bytes": 3 * GB}
+    return {**found, "seconds_to_step_1": 12.34, **more}
 
 
 @pytest.fixture
-def measure(small_folder, tmp_path, monkeypatch, capfd):
-    """A phase, as its process measures it: exit code, report, stderr."""
-    packing_options()
-    monkeypatch.setattr(bench_run, "workers_to_try", lambda cores: [0, 1])
-    dataset = write_jsonl(tmp_path / "photos.jsonl", mixed_rows(tmp_path / "images", 40, largest=120))
-    chat = write_jsonl(tmp_path / "chat.jsonl", [text_row(f"question {n}", "word " * (n + 1)) for n in range(10)])
-    (tmp_path / "mix.yaml").write_text(f"sources: [{{dataset: {dataset}, ratio: 0.9}}, {{dataset: {chat}}}]\n")
-    monkeypatch.setenv("VLPACK_FUSION_CONFIG", str(tmp_path / "mix.yaml"))
-
-    def measured(phase, **flags):
-        flags = {"max_length": 200, **flags}
-        argv = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **flags)
-        of_phase = ["--phase", phase, "--tokens_of_pack", 200 * phase.startswith("padd")]
-        code = run_here(["bench", *argv, "--steps", 3, "--rows", 20, *of_phase])
-        said = capfd.readouterr()
-        return code, json.loads(said.out) if said.out else None, said.err
-
-    return measured
+def runs():
+    """Three turns of four ways; rows share nothing."""
+    return {
+        "packs": [one(2000, about=ABOUT), one(3000, about=ABOUT), one(20000, about=ABOUT)],
+        "samples": [one(2000)] * 3,
+        "share=media": [{"did_not_run": "no two rows share media"}],
+        "padded": [one(1000), one(2000, seconds=4.0), one(900)],
+        "padding_free": [{"did_not_run": "the padding_free run ended with code 1; what it said is above"}],
+    }
 
 
-@pytest.mark.slow
-@pytest.mark.telling
-def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
-    """CLI-22 CLI-39"""
-    code, packed, said = measure("packed")
-    assert code == 0, said[-3000:]
-    code, padded, said = measure("padded", per_device_train_batch_size=2)
-    assert code == 0, said[-3000:]
-    assert packed["length_pass"]["rows"] == 30, "twenty rows of the one, ten of the other"
-    assert packed["length_pass"]["rows_per_second"] > 0
-    assert [one["workers"] for one in packed["loader"]] == [0, 1]
-    assert all(one["first_batch_seconds"] > 0 for one in packed["loader"])
-    assert packed["loader"][0]["samples_per_second"] > 0
-    assert packed["attention"].startswith("attention vlpack")
-    assert [*packed["start"]] == ["imports", "model", "data", "lengths", "plan", "trainer", "attention", "proof"]
-    assert all(seconds >= 0 for seconds in packed["start"].values())
-    assert packed["start"]["lengths"] == pytest.approx(packed["length_pass"]["seconds"], abs=0.5)
-    assert packed["rows_of_run"] == 50
-    assert len(packed["measurements"]) == len(padded["measurements"]) == 3
-    assert all(0 < one["tokens"] <= 200 and one["batches"] == 1 for one in packed["measurements"])
-    assert all(one["tokens"] >= 200 and one["samples"] == 2 * one["batches"] for one in padded["measurements"])
-    assert all(one["seconds"] > 0 for one in [*packed["measurements"], *padded["measurements"]])
-    assert sum(one["patches"] for one in packed["measurements"]) > 0
-    assert not (tmp_path / "out").exists()
-    report = bench_report(packed, padded, seconds=1.0)
-    json.dumps(report)
-    speeds = [report[name]["speed"]["tokens_per_second"] for name in ("packed", "padded")]
-    assert report["ratio"] == pytest.approx(speeds[0] / speeds[1], abs=1e-3)
-    assert report["limit"] in ("loader", "step")
-    assert report["start"]["seconds"] == pytest.approx(sum(report["start"]["parts"].values()), abs=0.01)
-    assert "samples/s" in bench_text(report)
+def report_of(runs):
+    return bench_report(runs, is_demo=True, num_steps=20, seconds=90.0)
 
 
-@pytest.mark.slow
-def test_steps_that_keep_their_samples_are_measured_sequence_by_sequence(measure, monkeypatch):
-    """SAME-6"""
-    monkeypatch.setenv("VLPACK_PACKING_BATCH", "samples")
-    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "exact")
-    code, packed, said = measure("packed", per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    assert code == 0, said[-3000:]
-    assert len(packed["measurements"]) == 3
-    assert all(0 < one["tokens"] <= 200 and one["samples"] <= 8 for one in packed["measurements"])
-    assert packed["plan"]["packs"] >= 44 // 8, "the rows of 20 and 10 with their ratios, eight a step"
-    assert packed["plan"]["packing_batch"] == "samples"
-    unpacked = {}
-    for phase in ("padded", "padding_free"):
-        code, unpacked[phase], said = measure(phase, per_device_train_batch_size=2)
-        assert code == 0, said[-3000:]
-    sizes = [
-        [(one["tokens"], one["samples"], one["patches"]) for one in found["measurements"]]
-        for found in unpacked.values()
-    ]
-    assert sizes[0] == sizes[1], "the same batches"
-    report = bench_report(packed, **unpacked, seconds=1.0)
-    assert report["ratio_padding_free"] > 0
-    assert "padding_free to padded" in bench_text(report)
+def test_numbers_are_medians_of_turns(runs):
+    """CLI-22: a turn that was ten times as fast changes nothing."""
+    ways = report_of(runs)["ways"]
+    assert ways["packs"]["tokens_per_second"] == 1500.0
+    assert [turn["tokens_per_second"] for turn in ways["packs"]["turns"]] == [1000.0, 1500.0, 10000.0]
+    assert ways["padded"]["tokens_per_second"] == 500.0
+    assert (ways["padded"]["samples_per_second"], ways["padded"]["peak_bytes"]) == (5.0, 3 * GB)
+    assert ways["share=media"] == {"did_not_run": "no two rows share media"}
 
 
-@pytest.mark.slow
-@pytest.mark.telling
-def test_run_whose_rows_share_is_measured_beside_packs_without_sharing(measure, monkeypatch, tmp_path):
-    """SHARE-85"""
-    rows = [row for rows in rows_about_images(tmp_path, 30, 4, seed=3) for row in rows]
-    monkeypatch.delenv("VLPACK_FUSION_CONFIG")
-    monkeypatch.setenv("VLPACK_PACKING_SHARE", "media")
-    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "exact")
-    monkeypatch.setenv("VLPACK_PACKING_VERIFY", "false")
-    data = write_jsonl(tmp_path / "vqa.jsonl", rows)
-    found = {}
-    for phase in ("packed", "unshared", "padded"):
-        code, found[phase], said = measure(phase, dataset=data, max_length=400, dataloader_num_workers=0)
-        assert code == 0, said[-3000:]
-    share = found["packed"]["plan"]["share"]
-    assert share["num_units"] > 0
-    assert share["num_tokens"] < share["num_tokens_alone"]
-    assert "share" not in found["unshared"]["plan"]
-    assert found["unshared"]["plan"]["packs"] > found["packed"]["plan"]["packs"]
-    assert found["packed"]["length_pass"]["rows"] == found["unshared"]["length_pass"]["rows"] == 20
-    assert any(one["tokens_alone"] > one["tokens"] for one in found["packed"]["measurements"])
-    assert all(one["tokens_alone"] == one["tokens"] for one in found["unshared"]["measurements"])
-    report = bench_report(**found, seconds=1.0)
-    assert report["ratio_sharing"] > 0
-    text = bench_text(report)
-    assert f"sharing      {report['ratio_sharing']:.2f} times the tokens a second of the rows alone" in text
-    assert f"{share['num_tokens']} of {share['num_tokens_alone']} tokens of these rows are computed" in text
-    assert "\nunshared     " in text
+def test_screen_begins_with_versions_and_device(runs):
+    """CLI-39 SHARE-85"""
+    lines = bench_text(report_of(runs)).splitlines()
+    assert lines[0] == "versions     swift_vlpack 0.2.0, swift 4.6.0, python 3.11.7"
+    assert re.fullmatch(r"device       NVIDIA A100 with 80 GB, \d+ cores?", lines[1])
+    assert lines[2] == "model        qwen2_5_vl, 6,236,224 parameters, bfloat16, attention vlpack"
+    assert lines[4] == "options      max_length=1024, packing_strategy=exact"
+    (packs,) = [line.split() for line in lines if line.startswith("packs")]
+    assert packs == ["packs", "1500", "5.0", "3.00", "3", "GB", "12.3", "s", "3"]
+    assert any(re.fullmatch(r"share=media +did not run: no two rows share media", line) for line in lines)
+    assert len(lines) <= 24
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_without_a_padded_run_there_is_no_ratio(runs):
+    """CLI-22"""
+    runs["padded"] = [{"did_not_run": "the padded run ended with code 1; what it said is above"}]
+    assert re.search(r"^packs +1500 +5\.0 +- ", bench_text(report_of(runs)), flags=re.M)
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """Which ways were run, where each run takes so many seconds."""
+    now, tried = [1000.0], []
+
+    def run(*, seconds=10.0, turns=3, minutes=10, broken=()):
+        def measured(argv, way, share):
+            tried.append(way)
+            now[0] += seconds
+            if way in broken:
+                raise PhaseFailed(way)
+            return one(1000)
+
+        monkeypatch.setattr(bench, "measured_apart", measured)
+        monkeypatch.setattr(bench.time, "time", lambda: now[0])
+        bench._in_turns(SimpleNamespace(argv=[], turns=turns, minutes=minutes), now[0])
+        return tried
+
+    return run
+
+
+def test_ways_take_turns(turns):
+    """CLI-22"""
+    assert turns() == [*bench.WAYS] * 3
+
+
+def test_turn_that_would_end_too_late_is_not_begun(turns):
+    """CLI-22: five runs of 50 s are 250 s, and a third turn would end after 750 s."""
+    assert turns(seconds=50.0) == [*bench.WAYS] * 2
+
+
+def test_way_that_does_not_run_is_tried_once(turns):
+    """CLI-22"""
+    assert turns(broken=("padded",), turns=2).count("padded") == 1
+
+
+def test_without_packs_there_is_no_report(turns):
+    """CLI-22"""
+    with pytest.raises(PhaseFailed, match="packs"):
+        turns(broken=("packs",))
+
+
+@pytest.mark.parametrize("way", bench.WAYS)
+def test_options_of_one_way_do_not_stop_another(way):
+    """CLI-22 SHARE-85: an option that is for shared media, or for packs alone, is refused elsewhere."""
+    own = (
+        "--packing_length",
+        "64",
+        "--packing_share",
+        "media",
+        "--packing_share_max",
+        "8",
+        "--packing_drop_last",
+        "false",
+    )
+    made = train_launch(["--model", "m", *own, *bench.WAYS[way]], {}).config
+    assert made.shares_media == (way == "share=media")
+    assert made.packing_share_max == (8 if made.shares_media else 16)
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """As much of a trainer as a clock looks at."""
+
+    def __init__(self):
+        self.callbacks = []
+        self.add_callback = self.callbacks.append
+
+    def training_step(self, model, inputs):
+        return "loss"
+
+
+def batch(*lengths):
+    width = max(lengths)
+    mask = torch.tensor([[1] * length + [0] * (width - length) for length in lengths])
+    return {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """What a clock measured of steps of two batches that take a second each, and how many it let the run train."""
+    from swift_vlpack.cli import bench_run
+
+    def run(*, until, num_steps=6):
+        now, trainer = [100.0], Trainer()
+        monkeypatch.setattr(bench_run.time, "time", lambda: now[0])
+        clock, control = bench_run.Clock(trainer, until), SimpleNamespace(should_training_stop=False)
+        args, state = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(max_steps=num_steps)
+        taken = 0
+        while taken < num_steps and not control.should_training_stop:
+            assert trainer.training_step(None, batch(3, 5)) == trainer.training_step(None, batch(4)) == "loss"
+            now[0] += 1.0
+            taken += 1
+            clock.on_step_end(args, state, control)
+        return clock.measured(95.0), taken
+
+    return run
+
+
+def test_steps_that_warm_up_are_not_measured(clocked):
+    """CLI-22"""
+    measured, _ = clocked(until=1000.0)
+    assert measured == {"seconds_to_step_1": 6.0, "steps": 4, "seconds": 4.0, "tokens": 48, "samples": 12}
+
+
+def test_late_run_measures_one_step_at_least(clocked):
+    """CLI-22"""
+    assert clocked(until=50.0)[1] == 3
+    assert clocked(until=104.5)[1] == 5
+
+
+def test_tokens_are_counted_as_the_rows_have_them_alone():
+    """SHARE-85: what the lengths of a record say, and not the tokens of its sequence."""
+    from swift_vlpack.cli.bench_run import sizes_of
+
+    packed = SimpleNamespace(record=SimpleNamespace(lengths=(30, 40), num_tokens=50))
+    assert sizes_of(packed) == (70, 2)
+    flat = {"input_ids": torch.zeros(1, 7), "text_position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}
+    assert tuple(map(int, sizes_of(flat))) == (7, 2)
+
+
+def alone(lengths, capacity):
+    return [[at] for at in range(len(lengths))]
+
+
+def test_paths_and_names_are_not_published():
+    """CLI-39"""
+    from swift_vlpack.cli.bench_run import options_to_publish
+
+    config = PackingConfig(
+        packing_length=64, packing_strategy=f"{__name__}:alone", packing_cache_dir="/home/me", packing_overflow="split"
+    )
+    assert options_to_publish(config) == {"packing_length": 64, "packing_overflow": "split"}
+
+
+def test_rows_are_taken_from_all_over_in_groups_of_neighbours():
+    """CLI-22 SHARE-85"""
+    from swift_vlpack.cli.bench_run import some_of
+
+    source = RowSource(name="x", rows=list(range(1000)))
+    assert some_of(source, 40).rows == [*range(20), *range(980, 1000)]
+    assert some_of(source, 3).rows == [0, 1, 2]
+    assert some_of(source, 1000) is source
+    assert len(some_of(source, 990).rows) == 990
+
+
+def test_demo_has_rows_that_share_an_image_and_texts(tmp_path, monkeypatch):
+    """CLI-22"""
+    monkeypatch.setattr(bench, "DEMO_IMAGES", 10)
+    rows = list(demo_rows(tmp_path))
+    images = [row["images"][0] for row in rows if "images" in row]
+    assert len(set(images)) == len(list(tmp_path.glob("*.jpg"))) == 10 < len(images)
+    assert sum("images" not in row for row in rows) == 10
+    assert json.dumps(rows) == json.dumps(list(demo_rows(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("flags", "part"), [({"streaming": "true", "max_steps": 3}, "--streaming true"), ({"packing": "false"}, "no packs")]
 )
-def test_what_has_no_packs_to_measure_is_refused(flags, part, measure, monkeypatch, tmp_path):
+def test_what_has_no_packs_to_measure_is_refused(flags, part, small_folder, tmp_path, capfd):
     """CLI-22"""
+    packing_options()
     data = write_jsonl(tmp_path / "rows.jsonl", [text_row()])
-    monkeypatch.delenv("VLPACK_FUSION_CONFIG")
-    code, report, said = measure("packed", dataset=data, **flags)
-    assert (code, report) == (2, None)
-    assert part in said
-
-
-def test_rows_are_taken_from_all_over_and_those_that_may_share_side_by_side():
-    """CLI-22 SHARE-85"""
-    source = RowSource(name="x", rows=list(range(1000)))
-    assert bench_run.some_of(source, 5).rows == [0, 249, 499, 749, 999]
-    assert bench_run.some_of(source, 6, together=3).rows == [0, 1, 2, 997, 998, 999]
-    assert bench_run.some_of(source, 4, together=3).rows == [0, 1, 2, 997]
-    assert bench_run.some_of(source, 1000, together=50) is source
-    assert len(bench_run.some_of(source, 990, together=50).rows) == 990
-
-
-def test_workers_are_powers_of_two_up_to_the_cores():
-    """CLI-22"""
-    assert bench_run.workers_to_try(1) == [0, 1]
-    assert bench_run.workers_to_try(6) == [0, 1, 2, 4, 6]
-    assert bench_run.workers_to_try(8) == [0, 1, 2, 4, 8]
+    argv = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=data, max_length=200, **flags)
+    code = run_here(["bench", *argv, "--phase", "packs"])
+    said = capfd.readouterr()
+    assert (code, said.out) == (2, "")
+    assert part in said.err

@@ -157,7 +157,7 @@ def test_bench_that_is_stopped_ends_the_process_that_measures(number, tiny_folde
     """CLI-10 CLI-22"""
     path = training_file(tiny_folder, dataset, tmp_path, use_cpu="true")
     command = ["bench", "--config", path, "--steps", 1000]
-    with stopped(command, tmp_path, lambda: "length pass" in (tmp_path / "err").read_text()) as run:
+    with stopped(command, tmp_path, lambda: "training, packs" in (tmp_path / "err").read_text()) as run:
         os.killpg(run.pid, number) if number == signal.SIGINT else run.send_signal(number)
         assert run.wait(SECONDS) == 128 + number
     assert (tmp_path / "out").read_text() == ""

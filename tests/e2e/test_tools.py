@@ -1,6 +1,7 @@
 """`vlpack verify` and `vlpack bench` as they are typed."""
 
 import json
+import platform
 
 import pytest
 import yaml
@@ -32,20 +33,27 @@ def test_file_of_a_run_is_verified_and_nothing_is_left_behind(tiny_folder, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_file_of_a_run_is_measured_packed_and_padded(tiny_folder, tmp_path):
-    """CLI-22: each in a process of its own."""
-    dataset = write_jsonl(tmp_path / "rows.jsonl", mixed_rows(tmp_path / "images", 30, largest=120))
-    flags = options(tiny_folder(FAMILY), tmp_path / "out", dataset=dataset, max_length=200, use_cpu="true")
+def test_demo_is_measured_in_every_way(tiny_folder, tmp_path):
+    """CLI-22 CLI-39 SAME-6 SHARE-85: each in a process of its own."""
+    flags = options(tiny_folder(FAMILY), tmp_path / "out", max_length=1024, use_cpu="true")
     (tmp_path / "train.yaml").write_text(yaml.safe_dump({name: str(value) for name, value in flags.items()}))
     folder = tmp_path / "empty"
     folder.mkdir()
-    done = run("bench", "--config", tmp_path / "train.yaml", "--steps", "2", "--json", cwd=folder)
-    report = json.loads(done.stdout)
-    assert report["ratio"] > 0
-    assert report["packed"]["speed"]["num_measured"] == report["padded"]["speed"]["num_measured"] == 2
-    assert report["packed"]["memory"]["peak"] > 0
-    assert [one["workers"] for one in report["loader"]][:2] == [0, 1]
-    assert all(set(one) == {"advice", "because"} for one in report["advice"])
-    assert "vlpack bench: measurement 2 of 2" in done.stderr
-    assert list(folder.iterdir()) == []
+    few = ("--rows", "40", "--steps", "1", "--turns", "1")
+    done = run("bench", "--config", tmp_path / "train.yaml", "--demo", *few, cwd=folder)
+    assert done.stdout.startswith("versions     swift_vlpack ")
+    assert "vlpack bench: training, padding_free" in done.stderr
+    assert list(folder.iterdir()) == [folder / "bench.json"]
     assert not (tmp_path / "out").exists()
+    text = (folder / "bench.json").read_text()
+    report = json.loads(text)
+    assert [*report["ways"]] == ["packs", "samples", "share=media", "padded", "padding_free"]
+    for found in report["ways"].values():
+        assert found["tokens_per_second"] > 0
+        assert found["samples_per_second"] > 0
+        assert found["peak_bytes"] > 2**20
+        assert found["seconds_to_step_1"] > 1
+        assert [turn["steps"] for turn in found["turns"]] == [1]
+    assert report["is_demo"]
+    assert report["options"]["max_length"] == report["options"]["packing_length"] == 1024
+    assert not [name for name in (str(tmp_path), platform.node(), "/") if name in text]

@@ -159,13 +159,13 @@ def test_keys_of_a_look_at_blocks_are_as_pinned(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.telling
-@pytest.mark.parametrize("name", [*OF_A_RUN, "bench"])
+@pytest.mark.parametrize("name", OF_A_RUN)
 def test_command_as_it_is_typed_prints_the_pinned_keys(name, small_folder, data, tmp_path):
     flags = argv(
         small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=data, external_plugins=SMALL_VOCABULARY, max_length=200
     )
     command, *own = name.split()
-    for flag, value in OF_A_RUN.get(name, {"steps": 2, "seconds": 20}).items():
+    for flag, value in OF_A_RUN[name].items():
         own = [f"--{flag}", *([] if value is True else [str(value)])] + [one for one in own if one != f"--{flag}"]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
     more = [
