@@ -58,10 +58,6 @@ def test_examples_of_a_page(page):
         assert runner.run(test, clear_globs=False).failed == 0
 
 
-def test_pages_with_examples_are_found():
-    assert {"strategies", "documents", "core", "planning"} <= {page.stem for page in EXAMPLES}
-
-
 def test_python_that_needs_a_model_is_python_and_imports_what_exists():
     for block in (block for block in all_blocks("python") if ">>>" not in block.text):
         for node in ast.walk(ast.parse(block.text)):
@@ -181,14 +177,6 @@ def test_wrong_commands_are_found():
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_lines_end_at_120_characters(page):
-    """Tables, what stands between fences, and single words (a link) may be longer; a change is one line of its log."""
-    outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.S | re.M)
-    lines = [line for line in outside.splitlines() if not line.lstrip().startswith("|")]
-    assert [line for line in lines if len(line) > 120 and " " in line.strip().removeprefix("- ")] == []
-
-
 def anchors_of(page):
     """As GitHub and the site make them of headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
@@ -301,17 +289,6 @@ def test_pictures_are_used_and_need_nothing_from_elsewhere():
         assert re.findall(r'(?:href|src)="(?!#)', drawn) == []
         assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", drawn) == []
     assert pictures
-
-
-def test_changelog_begins_with_this_version():
-    versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
-    assert next(version for version in versions if version != "Unreleased") == swift_vlpack.__version__
-
-
-def test_public_names_are_sorted_and_there():
-    names = swift_vlpack.__all__
-    assert names == sorted(names)
-    assert all(hasattr(swift_vlpack, name) for name in names)
 
 
 # -- the site ---------------------------------------------------------------------------------------------------------

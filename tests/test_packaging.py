@@ -295,11 +295,3 @@ def test_wheel_works_outside_of_the_repository(distributed, tmp_path):
     done = run(vlpack, "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["imported"]["swift_problem"] is None
-
-
-def test_module_is_the_command():
-    """PKG-4"""
-    done = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert done.stdout.strip() == f"vlpack {swift_vlpack.__version__}"

@@ -1,8 +1,6 @@
 """The registry of reasons: what is counted is in it; what is in it is given, documented, and keeps its number."""
 
 import ast
-import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -113,15 +111,6 @@ def test_a_word_that_is_not_registered_is_not_counted():
     with pytest.raises(ValueError, match="too_blue"):
         stats.dropped("a", "too_blue")
     assert stats.num_dropped == {}
-
-
-def test_a_reason_is_its_word_wherever_it_is_written():
-    """STAT-7"""
-    for reason in Reason:
-        assert f"{reason}" == "%s" % reason == str(reason) == reason.value  # noqa: UP031 - the way of logging
-        assert json.loads(json.dumps({reason: reason})) == {reason.value: reason.value}
-        assert {reason: 1}[reason.value] == 1
-        assert pickle.loads(pickle.dumps(reason)) is reason
 
 
 def test_a_warning_has_the_remedy_of_every_reason():

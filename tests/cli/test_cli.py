@@ -125,35 +125,6 @@ def test_help_of_training_has_its_own_defaults(capsys):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "parts"),
-    [
-        ([50], ["1 row, 1 sample packed, 50 tokens", "1 pack of 100 tokens", "1 pack each", "0 packs cut in two"]),
-        ([50, 60, 300], ["3 rows, 3 samples packed", "3 packs of 100 tokens", "single-long  1"]),
-    ],
-)
-def test_report_counts_in_singular_and_plural_and_nothing_comes_before_it(lengths, parts, tmp_path):
-    """CLI-2 PACK-6: no line for each sample that is alone."""
-    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
-    done = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack", "plan", "--lengths", str(tmp_path / "lengths.json"),
-         "--packing_length", "100", "--packing_drop_last", "false", "--packing_strategy", "exact"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stderr == ""
-    for part in parts:
-        assert part in done.stdout
-
-
-def test_flag_wins_over_variable(length_file, capsys, monkeypatch):
-    """CLI-4"""
-    monkeypatch.setenv("VLPACK_PACKING_LENGTH", "1000")
-    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "greedy")
-    assert report(capsys, "--lengths", length_file)["packing_strategy"] == "greedy"
-    result = report(capsys, "--lengths", length_file, "--packing_strategy", "best_fit")
-    assert (result["packing_strategy"], result["packing_length"]) == ("best_fit", 1000)
-
-
-@pytest.mark.parametrize(
     ("content", "flags", "parts"),
     [
         (None, [], ["no such file"]),
@@ -195,7 +166,6 @@ def test_mistake_is_one_line_and_exit_code_two(content, flags, parts, tmp_path, 
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["--model", "m", "--packing_strategy", "magic"], "packing_strategy must be one of"),
         (["--model", "m", "--num_ranks", "0"], "num_ranks must be at least 1, got 0"),
-        (["--model", "m", "--failures", "no/such/bad.jsonl"], "--failures no/such/bad.jsonl: no such directory"),
     ],
 )
 def test_mistake_in_what_to_plan_stops_before_ms_swift_is_started(argv, part, capsys):
@@ -255,20 +225,6 @@ def test_file_of_another_kind_is_refused(kind, tmp_path, capsys):
         path.write_bytes(b"\xff\xfe\x00\x81 not a text")
     assert main(["plan", "--lengths", str(path), "--packing_length", "100"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_installed_command_runs_and_stays_light(length_file):
-    """CLI-2 ARCH-2"""
-    argv = ["plan", "--lengths", str(length_file), "--packing_length", "1000", "--packing_strategy", "exact", "--json"]
-    script = f"import sys; from swift_vlpack.cli import main; main({argv!r}); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["num_packs"] == 4
-    missing = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack", "plan", "--lengths", "nowhere.json", "--packing_length", "9"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert missing.returncode == 2
-    assert "Traceback" not in missing.stderr
 
 
 def test_reader_that_has_seen_enough_is_no_error(length_file):

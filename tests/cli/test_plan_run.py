@@ -164,28 +164,22 @@ def test_vision_tokens_are_counted_exactly(bare_folder, tmp_path, options):
     assert report["share_of_rows_with_image"] == 1
 
 
-def test_rows_with_more_tags_than_images_are_counted(bare_folder, tmp_path, options):
-    """LEN-22"""
-    rows = [{**text_row("<image>two<image>"), "images": [photo(tmp_path, "a", 140, 70)]}, *[text_row()] * 9]
-    options(packing_drop_last="false")
-    report = planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
-    assert report["rows_with_surplus_tags"] == 1
-    assert report["unreadable"] == {}
-    assert "1 row has more tags than media" in plan_text(report)
-
-
 def untrained(row):
     """The same row without an answer, of which ms-swift masks every token."""
     return {**row, "messages": row["messages"][:1]}
 
 
-def test_rows_without_a_target_are_counted(bare_folder, tmp_path, options):
-    """LOSS-10"""
+def test_rows_without_a_target_and_with_more_tags_than_images_are_counted(bare_folder, tmp_path, options):
+    """LOSS-10 LEN-22"""
     options(packing_drop_last="false")
-    rows = [untrained(text_row()), text_row(), untrained(image_row([photo(tmp_path, "a", 140, 70)]))]
+    picture = photo(tmp_path, "a", 140, 70)
+    rows = [untrained(text_row()), text_row(), untrained(image_row([picture]))]
+    rows.append({**text_row("<image>two<image>"), "images": [picture]})
     report = planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
     assert report["rows_without_target"] == 2
     assert "2 rows have no token to train: all labels are -100" in plan_text(report)
+    assert (report["rows_with_surplus_tags"], report["unreadable"]) == (1, {})
+    assert "1 row has more tags than media" in plan_text(report)
 
 
 @pytest.mark.parametrize("mode", ["plan", "buffer"])
@@ -228,25 +222,8 @@ def test_rows_that_cannot_be_encoded_are_written_with_reasons(bare_folder, tmp_p
     assert report["num_samples"] + report["num_dropped"] + len(failed) == report["num_rows"] == len(rows)
 
 
-def test_list_has_every_row_that_is_left_out_and_no_earlier_one_stays(bare_folder, tmp_path, options):
-    """CLI-9 DATA-16: deleted by the loader, too long, too long for a pack; then nothing at all."""
-    options(packing_allow_single_long="false", packing_length=100, packing_drop_last="false")
-    rows = [text_row(), {"messages": []}, text_row("long", "word " * 150), text_row("longer", "word " * 600)]
-    planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
-    lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
-    assert [(line["id"], line["reason"], line["epoch"]) for line in lines] == [
-        ("rows:1", "deleted_by_loader", None),
-        ("rows:3", "over_max_length", None),
-        ("rows:2", "oversize", 0),
-    ]
-    assert [line["where"] for line in lines] == [f"{tmp_path}/rows.jsonl:{line}" for line in (2, 4, 3)]
-    assert all(line["error"] for line in lines)
-    planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows[:1]))
-    assert not (tmp_path / "failures.jsonl").exists()
-
-
 def test_list_says_why_the_loader_deleted_a_row_in_the_order_of_the_file(bare_folder, tmp_path, options):
-    """DATA-16: by ms-swift's own words; ids count from 0, lines of the file from 1."""
+    """DATA-16 CLI-9: by ms-swift's own words; ids count from 0, lines from 1; no earlier list stays."""
     options(packing_drop_last="false", packing_length=100, packing_allow_single_long="false")
     rows = [text_row(f"question {n}") for n in range(12)]
     rows[2] = text_row("long", "word " * 150)
@@ -254,10 +231,13 @@ def test_list_says_why_the_loader_deleted_a_row_in_the_order_of_the_file(bare_fo
     rows[5] = image_row([str(tmp_path / "never.png")])
     rows[7] = {"messages": []}
     rows[9] = {**text_row("box"), "objects": {"ref": ["a"], "bbox": [[1, 2, 3]]}}
+    rows[10] = text_row("longer", "word " * 600)
     rows[11] = text_row("long", "word " * 150)
     planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
     lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
-    assert [line["id"] for line in lines if line["epoch"] is None] == ["rows:3", "rows:5", "rows:7", "rows:9"]
+    assert [line["id"] for line in lines if line["epoch"] is None] == [
+        *(f"rows:{number}" for number in (3, 5, 7, 9, 10))
+    ]
     assert [line["id"] for line in lines if line["epoch"] == 0] == ["rows:2", "rows:11"]
     errors = {line["id"]: line["error"] for line in lines}
     said = "ms-swift's loader deleted the row: AssertionError: "
@@ -265,6 +245,9 @@ def test_list_says_why_the_loader_deleted_a_row_in_the_order_of_the_file(bare_fo
     assert errors["rows:7"].startswith("ms-swift's MessagesPreprocessor makes nothing of the row {'messages': []")
     assert errors["rows:9"] == f"{said}len(box): 3"
     assert all(line["where"].endswith(f":{1 + int(line['id'].split(':')[1])}") for line in lines)
+    assert [line["reason"] for line in lines if line["id"] in ("rows:2", "rows:10")] == ["over_max_length", "oversize"]
+    planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows[:1]))
+    assert not (tmp_path / "failures.jsonl").exists()
 
 
 def test_report_is_not_lost_where_the_list_cannot_be_written(bare_folder, tmp_path, options, caplog):
@@ -367,41 +350,6 @@ def test_buffer_mode_cannot_be_planned(bare_folder, mix, tmp_path, options):
         planned(bare_folder, tmp_path, dataset=mix / "chat.jsonl", max_steps=2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        ({}, "no data to train on: give --dataset or fusion_config"),
-        ({"dataset": "nowhere.jsonl"}, "--dataset nowhere.jsonl: no such file in "),
-        ({"dataset": "CHAT", "magic": 3}, "--magic"),
-        ({"dataset": "CHAT", "packing_length": 0}, "packing_length must be at least 1"),
-    ],
-    ids=["no data", "no file", "unknown option", "impossible option"],
-)
-def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_path, capfd):
-    """CLI-5"""
-    flags = {name: mix / "chat.jsonl" if value == "CHAT" else value for name, value in flags.items()}
-    argv = packed_argv(bare_folder, FAMILY, tmp_path, **flags)
-    assert run_here(["plan", *argv, "--failures", tmp_path / "failures.jsonl"]) == 2
-    out, err = capfd.readouterr()
-    last = err.strip().splitlines()[-1]
-    assert last.startswith("vlpack plan: ")
-    assert part in last
-    assert out == ""
-
-
-def test_plan_of_nothing_lists_all_rows(bare_folder, tmp_path, capfd):
-    """CLI-9: in a list of its own, which lacks the lines of an earlier plan."""
-    data = write_jsonl(tmp_path / "rows.jsonl", [image_row([f"gone{n}.jpg"]) for n in range(3)])
-    (tmp_path / "failures.jsonl").write_text('{"id": "old:1", "reason": "file_missing", "epoch": null}\n')
-    argv = packed_argv(bare_folder, FAMILY, tmp_path / "out", dataset=data)
-    assert run_here(["plan", *argv, "--failures", tmp_path / "failures.jsonl"]) == 2
-    last = capfd.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("vlpack plan: none of the 3 rows can be packed (file_missing 3); the first is ")
-    assert last.endswith(f"; all of them are listed in {tmp_path / 'failures.jsonl'}")
-    listed = [json.loads(line)["id"] for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
-    assert listed == ["rows:0", "rows:1", "rows:2"]
-
-
 def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capfd):
     """CLI-14: tests run without one; and a model that is not there is no mistake in the options either way."""
     argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")
@@ -434,28 +382,6 @@ def test_errors_of_the_network_are_told_from_others(error, is_of_network):
     wrapped = OSError("cannot find the files")
     wrapped.__cause__ = error
     assert said_to_be(wrapped) is is_of_network
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_step_is_said_packed_and_as_the_same_options_would_make_it_unpacked(tiny, mix, tmp_path, options):
-    """TRAIN-21: against labels by ms-swift's own template."""
-    options(packing_strategy="exact", packing_cache_dir=tmp_path / "lengths")
-    data = mix / "photos.jsonl"
-    model = tiny(FAMILY)
-    report = planned(
-        model.folder, tmp_path, dataset=data, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_ranks=2
-    )
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    labels = [label for row in rows for label in model.template.encode(row)["labels"]]
-    num_supervised = sum(label != -100 for label in labels)
-    step = report["step"]
-    assert (step["num_packs"], step["num_samples_unpacked"]) == (16, 16)
-    assert step["num_supervised_tokens_unpacked"] == round(16 * num_supervised / len(rows), 1)
-    samples_per_pack = len(rows) / report["packs_per_epoch"]
-    assert step["num_samples"] == round(16 * samples_per_pack, 1)
-    assert step["num_supervised_tokens"] == round(16 * num_supervised / report["packs_per_epoch"], 1)
-    assert step["accumulation_as_unpacked"] == round(8 / samples_per_pack)
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["max_length", "no max_length"])

@@ -1,6 +1,5 @@
 """`packing_share=media` on real ranks: killed, and resumed on others."""
 
-import json
 import random
 from collections import Counter
 
@@ -24,16 +23,6 @@ def dataset(tmp_path_factory):
     rows = [row for rows in rows_about_images(folder, NUM_IMAGES, ROWS_AN_IMAGE, seed=7) for row in rows]
     random.Random(7).shuffle(rows)
     return write_jsonl(folder / "train.jsonl", rows)
-
-
-def packs_of(output, last_step=None):
-    """The lines of all ranks about packs, up to a step."""
-    lines = [
-        json.loads(line)
-        for path in sorted((output / "vlpack").glob("packs_rank*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return [line for line in lines if last_step is None or line["step"] <= last_step]
 
 
 @pytest.mark.slow
@@ -63,7 +52,7 @@ def test_two_ranks_are_killed_and_another_goes_on(small_folder, dataset, tmp_pat
         flags(tmp_path / "then", resume_from_checkpoint=checkpoint), tmp_path / "then.txt", num_ranks=1, **ENVIRONMENT,
     )  # fmt: skip
     assert again.wait() == 0, again.output[-3000:]
-    before, after = packs_of(tmp_path / "first", step_of(checkpoint)), packs_of(tmp_path / "then")
+    before, after = trained(tmp_path / "first", up_to_step=step_of(checkpoint)), trained(tmp_path / "then")
     for epoch in (0, 1):
         rows = Counter(row for line in (*before, *after) if line["epoch"] == epoch for row in line["ids"])
         assert set(rows.values()) == {1}

@@ -93,24 +93,6 @@ def test_swift_sft_from_yaml_with_its_env_block(tiny_folder, dataset, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_vlpack_sft_with_flags_and_yaml_keys(tiny_folder, dataset, tmp_path):
-    """TRAIN-3"""
-    content = {
-        **options(tiny_folder(FAMILY), str(tmp_path / "out"), dataset=dataset, num_train_epochs=1),
-        "packing_strategy": "exact",
-        "packing_max_samples": 3,
-    }
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(content, default=str))))
-    out = run(
-        [BIN / "vlpack", "sft", tmp_path / "train.yaml", "--packing_max_samples", "2", "--packing_drop_last", "false"]
-    )
-    assert re.search(PROOF, out)
-    assert epoch_report(tmp_path / "out")["num_packs"] == 8
-    assert "vlpack" not in json.loads((tmp_path / "out" / "args.json").read_text())["model_type"]
-
-
-@pytest.mark.slow
-@pytest.mark.telling
 def test_spawned_workers_train_packed(tiny_folder, dataset, tmp_path):
     """DATA-9"""
     flags = argv(

@@ -5,14 +5,12 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from swift_vlpack.cli.trained_steps import trained_step
 from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.state import FILE
 from swift_vlpack.runlog.folder import find_run
@@ -179,31 +177,6 @@ def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, small_folder, dat
     assert "NaN" not in (output / "logging.jsonl").read_text()
 
 
-@pytest.mark.slow
-def test_three_ranks_go_on_from_two(killed, small_folder, dataset, tmp_path):
-    """RESUME-4 SEE-3 REPORT-7: in the same folder, which is one report, and steps lead to the packs of their ranks."""
-    output = tmp_path / "out"
-    shutil.copytree(killed[0], output, symlinks=True)
-    lost = trained(output)
-    checkpoint = last_complete(output)
-    run = Run(
-        flags(small_folder, output, dataset, resume_from_checkpoint=checkpoint, save_strategy="no"),
-        tmp_path / "log.txt", num_ranks=3, **OPTIONS,
-    )  # fmt: skip
-    assert run.wait() == 0, run.output[-3000:]
-    packs = [pack for pack in lost if pack["step"] <= step_of(checkpoint)]
-    packs += [pack for pack in trained(output) if pack["step"] > step_of(checkpoint) and pack not in lost]
-    assert ids(packs) == ALL
-    report = run_report(find_run(output))
-    assert (report["run"]["num_ranks"], report["run"]["has_ended"]) == ([2, 3], True)
-    assert report["trained"]["num_samples"] == NUM_ROWS, "none twice, although steps were"
-    assert report["trained"]["num_packs"] == len([pack for pack in packs if pack["ids"]])
-    assert 1 <= report["balance"]["trained"] < 2
-    for step in {pack["step"] for pack in packs}:
-        by_rank = {f"packs_rank{pack.rank}": pack.ids for pack in trained_step(output, step).packs}
-        assert by_rank == {pack["rank"]: pack["ids"] for pack in packs if pack["step"] == step}
-
-
 OTHER_OPTIONS = {  # flags, then variables, of rank 1 only
     "--gradient_accumulation_steps": 3, "--save_steps": 2, "--num_train_epochs": 4, "--learning_rate": "2e-3",
     "--logging_steps": 5, "--seed": 7, "--torch_dtype": "bfloat16", "--target_modules": "q_proj",
@@ -238,21 +211,6 @@ def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
         for part in told:
             assert re.search(rf"ranks 0 and 1 do not agree on the .*: .*{part}", text), text[-3000:]
     assert trained(tmp_path / "out") == []
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_ranks_that_resume_from_other_checkpoints_are_stopped(killed, small_folder, dataset, tmp_path):
-    """RANKS-10: two machines with disks of their own, whose last checkpoints are of other steps."""
-    complete = sorted((path.parent for path in killed[0].glob(f"checkpoint-*/{FILE}")), key=step_of)
-    folders = [tmp_path / str(rank) for rank in range(2)]
-    for folder, checkpoint in zip(folders, (complete[0], complete[-1]), strict=True):
-        shutil.copytree(checkpoint, folder / "last")
-    shared = flags(small_folder, tmp_path / "out", dataset, resume_from_checkpoint="last")
-    for text in stopped_apart(shared, folders):
-        steps = f"{step_of(complete[0])} and {step_of(complete[-1])}"
-        assert "do not agree on the checkpoint to resume from: " in text, text[-3000:]
-        assert f"global_step of the trainer: {steps}" in text
 
 
 def stopped_apart(shared, folders, others=()):

@@ -17,6 +17,7 @@ from tests.host.same_steps import (
     largest_gap,
     numbered_rows,
     packed_steps,
+    recipe,
     unpacked_steps,
     weights,
 )
@@ -33,15 +34,8 @@ def dataset(tmp_path_factory):
 
 def flags(small_folder, output, dataset, *plugins, **options):
     """Two epochs with an incomplete last step, warmup and cosine, clipping and weight decay."""
-    recipe = {
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2,
-        "learning_rate": 1e-4, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
-        "weight_decay": 0.1, "split_dataset_ratio": 0, "save_strategy": "steps", "save_steps": 1000,
-    }  # fmt: skip
-    plugins = [SMALL_VOCABULARY, *plugins]
-    return argv(
-        small_folder(FAMILY), FAMILY, output, dataset=dataset, external_plugins=plugins, **{**recipe, **options}
-    )
+    given = {"dataset": dataset, "external_plugins": [SMALL_VOCABULARY, *plugins], **recipe(2, 3), **options}
+    return argv(small_folder(FAMILY), FAMILY, output, **given)
 
 
 @pytest.fixture(scope="module")

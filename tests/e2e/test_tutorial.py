@@ -20,19 +20,6 @@ def test_notebook_is_the_tutorial():
     assert NOTEBOOK.read_text(encoding="utf-8") == as_text(), "run `make docs-tables`"
 
 
-def test_notebook_has_every_file_and_command_of_the_page_in_order():
-    """DOC-6: looked up in the page itself, without what writes the notebook."""
-    book = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(book)
-    folder, *cells = [cell.source for cell in book.cells if cell.cell_type == "code"]
-    shown = [block for block in blocks(PAGE) if block.name or block.mark == "run in order"]
-    assert len(shown) > 8
-    assert cells == [
-        (f"%%writefile {block.name}\n" if block.name else "%%bash -e\n") + block.text.rstrip("\n") for block in shown
-    ]
-    assert "CHECKOUT" in folder
-
-
 def test_notebook_stores_nothing_of_the_machine_that_ran_it():
     """DOC-6"""
     book = nbformat.read(NOTEBOOK, as_version=4)

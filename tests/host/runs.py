@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,29 @@ def epoch_report(output: Path, epoch: int = 0) -> dict[str, Any]:
     """What we wrote at the end of an epoch."""
     report: dict[str, Any] = json.loads((output / "vlpack" / f"epoch_{epoch}.json").read_text())
     return report
+
+
+@contextmanager
+def gradients_of_steps() -> Iterator[list[dict[str, Any]]]:
+    """Register the callback `gradients`, which keeps what every optimizer step is taken with, by name of parameter."""
+    from swift.callbacks import TrainerCallback, callbacks_map
+
+    found: list[dict[str, Any]] = []
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+
+    callbacks_map["gradients"] = Gradients
+    yield found
+    del callbacks_map["gradients"]
+
+
+def assert_same_gradients(found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1e-5) -> None:
+    """Of every parameter, up to rounding of the largest."""
+    import torch
+
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=rtol, atol=1e-5 * largest), name

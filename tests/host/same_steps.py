@@ -37,6 +37,15 @@ def held_out_rows(folder: Path, num_rows: int, *, with_images: bool = True) -> s
     return str(path)
 
 
+def recipe(batch_size: int, accumulation: int, **options: Any) -> dict[str, Any]:
+    """As a user trains: warmup, cosine, clipping, weight decay; every step logged."""
+    return {
+        "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "num_train_epochs": 2,
+        "learning_rate": 1e-4, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
+        "weight_decay": 0.1, "split_dataset_ratio": 0, "save_strategy": "steps", "save_steps": 1000, **options,
+    }  # fmt: skip
+
+
 def eval_losses(lines: list[dict[str, Any]]) -> list[float]:
     """The loss of every evaluation."""
     return [line["eval_loss"] for line in lines if "eval_loss" in line]

@@ -9,7 +9,6 @@ import torch.multiprocessing as mp
 
 from swift_vlpack.feed.agreement import AnotherRankFailed, Vote, in_step
 from swift_vlpack.host.voting import Ranks
-from tests.marks import telling
 
 
 def run(function, num_ranks, folder, *args):
@@ -26,34 +25,6 @@ def _rank(rank, function, num_ranks, folder, args):
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def steps_of(rank, epochs):
-    """What a rank trains when the ranks have so many packs; each step also reduces something, as gradients are."""
-    ranks, steps = Ranks(), []
-    for num_packs in epochs:
-        steps.append([])
-        for pack in in_step((f"{rank}.{n}" for n in range(num_packs[rank])), lambda: "empty", ranks):
-            dist.barrier()
-            steps[-1].append(pack)
-    return steps
-
-
-@pytest.mark.parametrize(
-    "epochs",
-    [
-        telling([(3, 3), (5, 2), (0, 4), (0, 0), (1, 0)]),
-        telling([(1, 6, 3), (0, 0, 1)]),
-    ],
-)
-def test_ranks_take_equally_many_steps_and_nobody_loses_a_pack(tmp_path, epochs):
-    """STREAM-3: unequal shares, a rank without any, no pack at all; one group serves all epochs."""
-    steps_by_rank = run(steps_of, len(epochs[0]), tmp_path, epochs)
-    for num_packs, *steps in zip(epochs, *steps_by_rank, strict=True):
-        for rank, mine in enumerate(steps):
-            num_empty = max(num_packs) - num_packs[rank]
-            assert mine == [f"{rank}.{n}" for n in range(num_packs[rank])] + ["empty"] * num_empty
-        assert all(set(packs) != {"empty"} for packs in zip(*steps, strict=True)), "a step in which all are dry"
 
 
 def stops_of(rank):

@@ -7,7 +7,6 @@ import pytest
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.kernels import grouped
-from swift_vlpack.errors import ConfigError
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.host.runs import packed_argv, train
 
@@ -53,10 +52,3 @@ def test_packing_attention_fixes_the_kernel(small_folder, data, tmp_path, caplog
     assert re.search("attention vlpack: grouped, as asked for", caplog.text)
     assert "isolation verified" in caplog.text
     assert any(in_training), "not in the proof only"
-
-
-def test_kernel_that_cannot_be_had_stops_the_run(small_folder, data, tmp_path, monkeypatch):
-    """ATTN-9"""
-    monkeypatch.setenv("VLPACK_PACKING_ATTENTION", "varlen")
-    with pytest.raises(ConfigError, match=r"packing_attention=varlen: the kernel .* set packing_attention=auto"):
-        run(small_folder("qwen2_5_vl"), "qwen2_5_vl", data, tmp_path)

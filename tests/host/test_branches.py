@@ -1,11 +1,9 @@
 """`packing_share=media` in real runs: the same training as without sharing, with each image computed once."""
 
-import json
 import random
 
 import pytest
 
-from swift_vlpack.errors import ConfigError
 from tests.data_rows import rows_about_images, sentence, text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.host.same_steps import curve, largest_differences, largest_gap, packed_steps, weights
@@ -86,36 +84,6 @@ def test_a_whole_run_trains_what_it_trains_without_sharing(  # noqa: PLR0913 - a
     assert other_account["num_images"] == NUM_IMAGES
     assert account["num_images"] == NUM_IMAGES * ROWS_AN_IMAGE
     assert other_account["num_tokens"] < 0.6 * account["num_tokens"]
-
-
-def test_packs_of_units_train_every_row_once(dataset, small_folder, tmp_path, options):
-    """SHARE-4, SHARE-9: shuffled, with dataloader workers: nothing is lost, and most tokens are not computed twice."""
-    options(packing_share="media", packing_strategy="exact", packing_length=1024, record_packs="true")
-    run(small_folder(FAMILY), dataset, tmp_path / "run", dataloader_num_workers=2)
-    for epoch in range(5):
-        report = epoch_report(tmp_path / "run", epoch)
-        assert report["num_samples"] == NUM_IMAGES * (ROWS_AN_IMAGE + 1)
-        assert report["num_dropped"] == {}
-        assert NUM_IMAGES <= report["num_images"] <= NUM_IMAGES + 2  # a pack may be cut within a unit
-    lines = [json.loads(line) for line in (tmp_path / "run" / "vlpack" / "packs_rank0.jsonl").read_text().splitlines()]
-    assert sorted(one for line in lines for one in line["ids"]) == sorted(
-        f"train:{number}" for number in range(NUM_IMAGES * (ROWS_AN_IMAGE + 1)) for _ in range(5)
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"attn_impl": "flash_attn"}, "packing_share=media"),
-        ({"neftune_noise_alpha": 5}, "packing_share=media"),
-        ({"streaming": "true", "max_steps": 3}, "packing_share=media needs data with a length.*load the data sized"),
-    ],
-)
-def test_what_cannot_share_is_refused(flags, message, dataset, small_folder, tmp_path, options):
-    """SHARE-2, SHARE-49"""
-    options(packing_share="media", packing_length=1024)
-    with pytest.raises(ConfigError, match=message):
-        run(small_folder(FAMILY), dataset, tmp_path / "run", **flags)
 
 
 def test_targets_alone_share_nothing_and_that_is_said(dataset, small_folder, tmp_path, options, monkeypatch):

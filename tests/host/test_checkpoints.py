@@ -141,7 +141,7 @@ def test_state_that_cannot_be_written_costs_no_checkpoint(small_folder, texts, t
         save_state(checkpoint, *args)
 
     monkeypatch.setattr(trainer, "save_state", blocked_at_two)
-    with pytest.raises(StateNotSaved, match=rf"checkpoint-2/{FILE} cannot be written"):
+    with pytest.raises(StateNotSaved, match=rf"checkpoint-2/{FILE} cannot be written.*resume from an earlier one"):
         train(flags(small_folder, tmp_path, texts, save_total_limit=1, tuner_type="lora"))
     assert checkpoints(tmp_path) == {1: True, 2: False}
 

@@ -26,6 +26,17 @@ def data(tmp_path_factory):
     return write_jsonl(folder / "val.jsonl", [{**row, "channel": "ab"[n % 2]} for n, row in enumerate(rows)])
 
 
+BEFORE_STEP_1 = {
+    "split_dataset_ratio": 0, "eval_on_start": "true", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1,
+    "learning_rate": 0,
+}  # fmt: skip
+
+
+def evaluated(flags):
+    """The log line of the first evaluation."""
+    return next(line for line in train(flags)["log_history"] if "eval_loss" in line)
+
+
 @pytest.fixture
 def evaluation(small_folder, data, tmp_path):
     """`evaluation(packed=True, options={...}, **flags)`: the log line of an evaluation before step 1."""
@@ -33,15 +44,10 @@ def evaluation(small_folder, data, tmp_path):
     def run(*, packed, options=None, **flags):
         packing_options(packing_verify="false", packing_strategy="exact", **(options or {}))
         make = packed_argv if packed else argv
-        history = train(
-            make(
-                small_folder(FAMILY), FAMILY, tmp_path / str(packed),
-                **{"dataset": data, "val_dataset": data, "split_dataset_ratio": 0, "eval_on_start": "true",
-                   "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "learning_rate": 0, "max_length": 256,
-                   "per_device_eval_batch_size": 3, **flags},
-            )
-        )["log_history"]  # fmt: skip
-        return next(line for line in history if "eval_loss" in line)
+        flags = {**BEFORE_STEP_1, "max_length": 256, "per_device_eval_batch_size": 3, **flags}
+        return evaluated(
+            make(small_folder(FAMILY), FAMILY, tmp_path / str(packed), dataset=data, val_dataset=data, **flags)
+        )
 
     return run
 
@@ -98,26 +104,21 @@ def eval_loss_on_two_ranks(flags, folder):
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"loss_scale": "all", "is_binary_loss_scale": "false"}, telling({"label_smoothing_factor": 0.1})],
+    [{}, telling({"loss_scale": "all", "is_binary_loss_scale": "false"}), telling({"label_smoothing_factor": 0.1})],
     ids=["", "weighted", "smoothed"],
 )
 def test_mean_over_tokens_is_the_same_on_any_number_of_ranks(flags, small_folder, tmp_path):
     """TRAIN-6: three packs of 90, 14 and 3 targets; the second rank evaluates one of them a second time."""
     rows = [text_row("one", "word " * 90), text_row("two", "word " * 14), text_row("three", "word " * 3)]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    flags = {
-        "dataset": data, "val_dataset": data, "split_dataset_ratio": 0, "eval_on_start": "true",
-        "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "learning_rate": 0, "max_length": 128, **flags,
-    }  # fmt: skip
+    flags = {**BEFORE_STEP_1, "dataset": data, "val_dataset": data, "max_length": 128, **flags}
     options = {"packing_strategy": "exact", "packing_max_samples": 1, "packing_drop_last": "false"}
     packing_options()
     model, output = small_folder(FAMILY), tmp_path / "out"
-    plain = train(argv(model, FAMILY, output, **flags, per_device_eval_batch_size=3))["log_history"]
-    expected = next(line["eval_loss"] for line in plain if "eval_loss" in line)
+    expected = evaluated(argv(model, FAMILY, output, **flags, per_device_eval_batch_size=3))["eval_loss"]
     packing_options(**options, packing_verify="false", eval_packing="true")
     packed = packed_argv(model, FAMILY, output, **flags)
-    alone = next(line["eval_loss"] for line in train(packed)["log_history"] if "eval_loss" in line)
-    assert alone == pytest.approx(expected, abs=1e-5)
+    assert evaluated(packed)["eval_loss"] == pytest.approx(expected, abs=1e-5)
     assert eval_loss_on_two_ranks(packed, tmp_path / "ranks") == pytest.approx(expected, abs=1e-5)
 
 
@@ -131,14 +132,11 @@ def test_evaluation_beside_rows_that_share_is_that_of_rows(flags, small_folder, 
         packing_options(
             packing_verify="false", packing_strategy="exact", packing_share="media", eval_packing=eval_packing
         )
-        flags_of_run = {
-            "dataset": data, "val_dataset": data, "split_dataset_ratio": 0, "eval_on_start": "true",
-            "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "learning_rate": 0, "max_length": 256,
-            "per_device_eval_batch_size": len(rows), **flags,
-        }  # fmt: skip
-        family = "qwen2_5_vl"
-        history = train(packed_argv(small_folder(family), family, tmp_path / eval_packing, **flags_of_run))
-        losses.append(next(line["eval_loss"] for line in history["log_history"] if "eval_loss" in line))
+        given = {**BEFORE_STEP_1, "max_length": 256, "per_device_eval_batch_size": len(rows), **flags}
+        run = packed_argv(
+            small_folder(FAMILY), FAMILY, tmp_path / eval_packing, dataset=data, val_dataset=data, **given
+        )
+        losses.append(evaluated(run)["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 

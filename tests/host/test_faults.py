@@ -4,13 +4,11 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from swift_vlpack.feed import failures
 from swift_vlpack.host.callback import PackingCallback
 from swift_vlpack.host.state import FILE, StateNotSaved, save_state
 from swift_vlpack.rows.samples import TooManyFailures
@@ -90,48 +88,6 @@ def test_worker_that_raises_brings_its_traceback(small_folder, texts, tmp_path, 
         train(flags(small_folder, tmp_path / "out", texts, dataloader_num_workers=1))
     assert "in DataLoader worker process 0" in str(stopped.value)
     assert "in broken_reader" in str(stopped.value)
-
-
-@pytest.fixture
-def pictures(tmp_path):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    rows = [image_row([photo(folder, f"picture_{n}", 60, 60, seed=n)]) for n in range(12)]
-    return folder, write_jsonl(tmp_path / "rows.jsonl", rows)
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_images_that_disappear_are_counted(small_folder, pictures, tmp_path, after_step):
-    """DATA-7 DATA-10: the steps stay, the account closes."""
-    folder, dataset = pictures
-    after_step(2, lambda: shutil.rmtree(folder))
-    result = train(flags(small_folder, tmp_path / "out", dataset))
-    assert max(line.get("step", 0) for line in result["log_history"]) == 12
-    report = epoch_report(tmp_path / "out")
-    assert report["num_samples"] + report["num_dropped"]["file_missing"] == 12
-    assert report["num_samples"] in (2, 3)
-    assert report["is_closed"]
-
-
-def test_too_many_that_disappear_stop_the_run(small_folder, pictures, tmp_path, after_step, monkeypatch):
-    """DATA-7"""
-    folder, dataset = pictures
-    monkeypatch.setattr(failures, "MAX_FAILED_IN_SUCCESSION", 3)
-    after_step(2, lambda: shutil.rmtree(folder))
-    with pytest.raises(TooManyFailures, match=r"4 rows in succession could not be encoded, the last is rows:\d+"):
-        train(flags(small_folder, tmp_path / "out", dataset))
-
-
-def test_state_that_cannot_be_written_stops_training_and_the_one_before_it_is_whole(small_folder, texts, tmp_path):
-    """RESUME-9"""
-    output = tmp_path / "out"
-    (output / "checkpoint-2" / f".{FILE}.partial").mkdir(parents=True)  # where the new file would be written
-    with pytest.raises(StateNotSaved, match=rf"checkpoint-2/{FILE} cannot be written.*resume from an earlier one"):
-        train(flags(small_folder, output, texts, save_strategy="steps", save_steps=1))
-    assert json.loads((output / "checkpoint-1" / FILE).read_text())["state"]["cuts"] == [[1, 16, 1]]
-    assert not (output / "checkpoint-2" / FILE).exists()
-    assert not (output / "checkpoint-3").exists()
 
 
 def test_read_only_directory_is_an_error_that_names_the_file():

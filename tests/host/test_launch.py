@@ -123,21 +123,6 @@ def test_pretraining_is_launched_by_its_own_file():
     assert (pt.command[2:], pt.environ) == (sft.command[2:], sft.environ)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--packing_strategy", "bfd"], "packing_strategy must be one of"),
-        (["--packing_buffer", "0"], "packing_buffer must be at least 1"),
-        (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["--packing_length", "many"], "packing_length must be a whole number, got 'many'"),
-    ],
-)
-def test_mistakes_stop_before_ms_swift_is_started(argv, message):
-    """TRAIN-3"""
-    with pytest.raises(ConfigError, match=message):
-        train_launch(argv, {})
-
-
 TRAINING = {
     "model": "m",
     "dataset": ["a.jsonl", "b.jsonl#10"],

@@ -10,7 +10,7 @@ from swift_vlpack.host.losses import LossNotAdditive
 from swift_vlpack.host.trainer import PackingTrainer
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_options
-from tests.host.runs import argv, packed_argv, train
+from tests.host.runs import argv, assert_same_gradients, gradients_of_steps, packed_argv, train
 from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
@@ -30,40 +30,28 @@ def environment():
 
 
 @pytest.fixture
-def step(small_folder, data, tmp_path, monkeypatch):
+def step(small_folder, data, tmp_path):
     """`step(packed=True, ...)` trains all rows in one step: its loss, and the gradients behind it."""
-    from swift.callbacks import TrainerCallback, callbacks_map
 
-    gradients = {}
-
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            gradients.update({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-
-    monkeypatch.setitem(callbacks_map, "gradients", Gradients)
-
-    def run(*, packed, folder=None, result="loss", **flags):
-        gradients.clear()
+    def run(*, packed, **flags):
+        steps.clear()
         make = packed_argv if packed else argv
         history = train(
             make(
-                folder or small_folder(FAMILY), flags.pop("family", FAMILY), tmp_path / str(packed), dataset=data,
+                small_folder(FAMILY), FAMILY, tmp_path / str(packed), dataset=data,
                 **{"max_length": 256, "num_train_epochs": 1, "per_device_train_batch_size": NUM_ROWS,
                    "callbacks": "gradients", "max_grad_norm": 0, "split_dataset_ratio": 0, **flags},
             )
         )["log_history"]  # fmt: skip
-        value, *_ = [line[result] for line in history if result in line]
-        return (value, dict(gradients)) if result == "loss" else value
+        return next(line["loss"] for line in history if "loss" in line), *steps
 
-    return run
+    with gradients_of_steps() as steps:
+        yield run
 
 
 def assert_same(packed, plain):
     assert packed[0] == pytest.approx(plain[0], rel=1e-5)
-    assert packed[1].keys() == plain[1].keys()
-    largest = max(float(gradient.abs().max()) for gradient in plain[1].values())
-    for name, gradient in plain[1].items():
-        assert torch.allclose(packed[1][name], gradient, rtol=1e-3, atol=1e-5 * largest), name
+    assert_same_gradients(packed[1], plain[1], rtol=1e-3)
 
 
 @pytest.fixture
@@ -177,13 +165,3 @@ def test_loss_of_another_task_and_an_unknown_one_are_refused_by_name(name, rule,
     """LOSS-4"""
     with pytest.raises(ConfigError, match=f"--loss_type {name} {rule}"):
         step(packed=True, loss_type=name)
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_smoothed_evaluation_is_that_of_an_unpacked_run(step, data):
-    """LOSS-2 TRAIN-6: an evaluation is not accumulated."""
-    flags = {"label_smoothing_factor": 0.1, "val_dataset": data, "eval_on_start": "true",
-             "per_device_eval_batch_size": 2, "eval_strategy": "epoch"}  # fmt: skip
-    packed, plain = (step(packed=packed, result="eval_loss", **flags) for packed in (True, False))
-    assert packed == pytest.approx(plain, abs=1e-6)

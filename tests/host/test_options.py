@@ -9,7 +9,6 @@ import yaml
 
 from swift_vlpack.cli import parse
 from swift_vlpack.cli.plan import config_of
-from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.args import is_ours, make_config
 from swift_vlpack.host.install import install
@@ -141,23 +140,6 @@ def test_variables_of_a_run_that_does_not_pack_are_not_looked_at(settled):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("VLPACK_PACKING_STRATEGY", "magic", "packing_strategy must be one of"),
-        ("VLPACK_PACKING_STRATEGI", "exact", "did you mean VLPACK_PACKING_STRATEGY"),
-        ("VLPACK_PACKING_LENGTH", "long", "packing_length must be a whole number"),
-    ],
-)
-def test_mistake_in_an_option_stops_before_a_model_is_looked_for(name, value, message, monkeypatch):
-    """CLI-12: ms-swift would ask a hub for the model next."""
-    from swift.pipelines import sft_main
-
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        sft_main(["--model", "no/such-model", "--external_plugins", str(plugin_path()), "--packing", "true"])
-
-
-@pytest.mark.parametrize(
     ("name", "value"), [("loss_scale", "all+reakt"), ("report_to", "wanbd"), ("optimizer", "muonn")]
 )
 def test_unknown_value_stops_before_a_model_is_looked_for(name, value, tmp_path, monkeypatch):
@@ -196,12 +178,6 @@ def test_a_flag_wins_in_a_real_run(small_folder, tmp_path, monkeypatch):
     assert (args["packing_length"], args["packing_strategy"]) == (256, "greedy")
 
 
-def test_defaults_of_the_table_are_those_of_the_options():
-    """CONF-9"""
-    config = PackingConfig(packing_length=1)
-    assert all(getattr(config, option) == VALUES[option][3] for option in ("packing_strategy", "packing_buffer"))
-
-
 @pytest.mark.parametrize(
     ("flags", "environ", "said"),
     [
@@ -221,6 +197,8 @@ def test_defaults_of_the_table_are_those_of_the_options():
             "not known to ms-swift; did you mean qwen2_5_vl?",
         ),
         ([], {"SWIFT_CONFIG_FILE": "twice.yaml"}, "twice.yaml: seed is given 2 times, on lines 1 and 3"),
+        ([], {"VLPACK_PACKING_STRATEGI": "exact"}, "did you mean VLPACK_PACKING_STRATEGY"),
+        ([], {"VLPACK_PACKING_STRATEGY": "magic"}, "packing_strategy must be one of"),
         (["--truncation_strategy", "left"], {"VLPACK_PACKING_OVERFLOW": "split"}, "are two rules for long rows"),
     ],
 )

@@ -13,7 +13,15 @@ from swift_vlpack.rows.contents import NO_LABEL
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import Run
 from tests.environment import packing_options
-from tests.host.runs import SMALL_VOCABULARY, argv, log_lines, packed_argv, train
+from tests.host.runs import (
+    SMALL_VOCABULARY,
+    argv,
+    assert_same_gradients,
+    gradients_of_steps,
+    log_lines,
+    packed_argv,
+    train,
+)
 from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
@@ -53,18 +61,8 @@ def num_targets(rows, small_folder):
 
 @pytest.fixture(scope="module")
 def steps():
-    """Gradients of every optimizer step, by a callback that ms-swift calls."""
-    from swift.callbacks import TrainerCallback, callbacks_map
-
-    found = []
-
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-
-    callbacks_map["gradients"] = Gradients
-    yield found
-    del callbacks_map["gradients"]
+    with gradients_of_steps() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +114,7 @@ def test_step_is_the_weighted_mean_of_unpacked_rows(  # noqa: PLR0913
     loss, gradients = weighted(unpacked[scale], num_targets, kind)
     assert next(line["loss"] for line in history if "loss" in line) == pytest.approx(loss, rel=1e-5)
     [found] = steps
-    assert found.keys() == gradients.keys()
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-5 * largest), name
+    assert_same_gradients(found, gradients)
     others = [weighted(unpacked[scale], num_targets, other)[0] for other in WEIGHTS if other != kind]
     assert all(abs(other - loss) > 1e-3 for other in others), "so another weight would be seen"
 

@@ -272,36 +272,6 @@ def left_out(folder):
     return lines(folder / "vlpack" / "left_out.jsonl")
 
 
-def test_report_for_a_reader_has_the_numbers(run, capsys):
-    """REPORT-6: plain, where no terminal reads it."""
-    report = report_of(run.whole, capsys)
-    assert main(["report", str(run.whole)]) == 0
-    text = capsys.readouterr().out
-    assert "\x1b" not in text
-    flat = " ".join(text.split())
-    trained = report["trained"]
-    for said in (
-        f"{trained['num_packs']} packs, {trained['num_samples']} samples, {trained['num_tokens']:,} tokens",
-        f"{report['unpacked']['padding_saved']:.1%}",
-        "padded batches of 2 (per_device_train_batch_size as it was asked for)",
-        str(run.whole / "vlpack" / "left_out.jsonl"),
-        "an image or video that is not there",
-        f"ended at step {report['run']['step']} of {report['run']['step']}",
-    ):
-        assert said in flat
-
-
-def test_folder_above_a_run_and_a_checkpoint_of_it_mean_the_run(run, tmp_path, capsys):
-    """REPORT-8"""
-    for version in ("v2-20260101-000000", "v10-20260102-000000"):
-        shutil.copytree(run.stopped, tmp_path / version)
-    report = report_of(tmp_path, capsys)
-    assert report["folder"] == str(tmp_path / "v10-20260102-000000")
-    assert "the others are v2-20260101-000000" in report["notes"][0]
-    checkpoint = next((tmp_path / "v2-20260101-000000").glob("checkpoint-*"))
-    assert report_of(checkpoint, capsys)["folder"] == str(tmp_path / "v2-20260101-000000")
-
-
 SHAPE = """({
   wide: [root.scrollWidth, view.innerWidth],
   lines: [...root.querySelectorAll("svg[role=img] path.values")].map(path => path.getTotalLength()),

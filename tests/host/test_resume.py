@@ -4,7 +4,6 @@ import copy
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,20 +179,6 @@ def test_other_accumulation_trains_what_is_left_once(
     assert max(losses(result)) == step + num_steps
 
 
-def test_nothing_that_is_skipped_is_encoded(small_folder, dataset, uninterrupted, tmp_path, monkeypatch):
-    """RESUME-2"""
-    from swift_vlpack.feed.reader import PackReader
-
-    load, loaded = PackReader.__getitem__, []
-    monkeypatch.setattr(PackReader, "__getitem__", lambda self, at: loaded.append(at) or load(self, at))
-    whole, _ = uninterrupted
-    checkpoint = checkpoint_at(whole, 2)
-    train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint))
-    left = [pack for pack in trained(whole) if pack[0] > int(checkpoint.name.split("-")[1])]
-    assert [address.epoch for address in loaded] == [1] * len(left)
-    assert len(loaded) == len(left)
-
-
 def test_only_trained_packs_are_consumed(small_folder, dataset, tmp_path):
     """RESUME-2: three workers are ahead of the one step that was trained."""
     train(
@@ -207,18 +192,6 @@ def test_only_trained_packs_are_consumed(small_folder, dataset, tmp_path):
     assert state["counted"]["num_packs"] == 2
     report = epoch_report(tmp_path)
     assert report["num_held"] == NUM_ROWS - report["num_samples"]
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_max_steps_bounds_all_runs_together(small_folder, dataset, uninterrupted, tmp_path):
-    """RESUME-5"""
-    whole, _ = uninterrupted
-    checkpoint = checkpoint_at(whole, -2)
-    step = int(checkpoint.name.split("-")[1])
-    train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_steps=step + 3))
-    assert [at for at, _, _ in trained(tmp_path)][-1] == step + 3
-    assert trained(tmp_path) == [pack for pack in trained(whole) if step < pack[0] <= step + 3]
 
 
 def test_resumed_run_saves_evaluates_and_logs_as_it_is_told(small_folder, dataset, uninterrupted, tmp_path):
@@ -314,9 +287,10 @@ def test_other_data_is_refused(change, fields, told, small_folder, dataset, unin
 
 
 def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrupted, tmp_path, monkeypatch):
-    """RESUME-6"""
+    """RESUME-6: what of the samples is trained, too; defaults by their value."""
     checkpoint = checkpoint_at(uninterrupted[0], -2)
-    monkeypatch.setenv("VLPACK_PACKING_BUFFER", "9")
+    for name, value in (("PACKING_BUFFER", "9"), ("PACKING_LOSS", "sqrt"), ("MASK_BOUNDARY_LOSS", "false")):
+        monkeypatch.setenv(f"VLPACK_{name}", value)
     with pytest.raises(StateMismatch, match=r"packing_buffer \(512, now 9\)") as refused:
         train(
             flags(
@@ -326,21 +300,9 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
     assert re.search(
         r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, but had \d+ tokens", str(refused.value)
     )
-    assert "seed (42, now 7)" in str(refused.value)
+    for part in ("seed (42, now 7)", "packing_loss ('token', now 'sqrt')", "mask_boundary_loss (True, now False)"):
+        assert part in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
-
-
-def test_another_objective_of_packing_is_refused_with_both_values(
-    small_folder, dataset, uninterrupted, tmp_path, monkeypatch
-):
-    """RESUME-6: what of the samples is trained; defaults by their value."""
-    checkpoint = checkpoint_at(uninterrupted[0], -2)
-    monkeypatch.setenv("VLPACK_PACKING_LOSS", "sqrt")
-    monkeypatch.setenv("VLPACK_MASK_BOUNDARY_LOSS", "false")
-    with pytest.raises(StateMismatch) as refused:
-        train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint))
-    for part in ("packing_loss ('token', now 'sqrt')", "mask_boundary_loss (True, now False)"):
-        assert part in str(refused.value), str(refused.value)
 
 
 def edited_model(original, folder, change):
@@ -377,7 +339,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("change", SAID)
+@pytest.mark.parametrize("change", [name if name in ("tokenizer", "rms_norm_eps") else telling(name) for name in SAID])
 def test_what_rows_become_and_how_the_model_computes_cannot_change(
     change, small_folder, dataset, uninterrupted, tmp_path
 ):
@@ -476,14 +438,6 @@ def test_only_restart_can_be_asked_for(tmp_path, monkeypatch):
     PackingConfig.from_env({"VLPACK_RESUME_DATA": "restart"}, packing_length=8)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "[]"])
-def test_damaged_state_is_refused_by_name(content, tmp_path):
-    """RESUME-7"""
-    (tmp_path / FILE).write_text(content)
-    with pytest.raises(StateMismatch, match=rf"{FILE}: .*restart"):
-        load_state(tmp_path, "plan", {})
-
-
 def test_state_that_cannot_be_written_leaves_the_old_one(tmp_path):
     """RESUME-9: the kernel refuses the bytes in the middle of the file, as on a full disk."""
     import resource
@@ -528,38 +482,6 @@ def test_first_batch_after_a_resume_comes_at_once(small_folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_folder, tmp_path, monkeypatch):
-    """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
-    from swift_vlpack.host import pipeline
-
-    wide, other = photo(tmp_path, "wide", 300, 200), photo(tmp_path, "other", 150, 100)
-    rows = [*[text_row(f"question {n}", "answer " * 20) for n in range(28)], image_row([wide]), image_row([other])]
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    with_all_lengths = pipeline.with_all_lengths
-
-    def with_one_too_short(*args, **kwargs):
-        (source,) = with_all_lengths(*args, **kwargs)
-        columns = source.sizes.columns.copy()
-        rows = [source.sample_id(index).row for index in range(len(source.rows))]
-        columns[0, rows.index(28)] = 20
-        return [replace(source, sizes=replace(source.sizes, columns=columns))]
-
-    monkeypatch.setattr(pipeline, "with_all_lengths", with_one_too_short)
-    packing_variables({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
-    options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
-    train(flags(small_folder, tmp_path / "whole", data, **options))
-    whole = trained(tmp_path / "whole")
-    checkpoint = tmp_path / "whole" / "checkpoint-1"
-    train(flags(small_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
-    assert trained(tmp_path / "rest") == [pack for pack in whole if pack[0] > 1]
-    monkeypatch.setattr(pipeline, "with_all_lengths", with_all_lengths)
-    train(flags(small_folder, tmp_path / "new", data, **options))
-    assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")
-    assert epoch_report(tmp_path / "new")["num_samples"] == len(rows)
-
-
-@pytest.mark.slow
-@pytest.mark.telling
 def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, caplog):
     """RESUME-10: one image is lost after the start, one that was missing is there again; then it is resumed twice."""
     paths = [photo(tmp_path, f"photo{n}", 150 + 10 * n, 100, seed=n) for n in range(8)]
@@ -597,25 +519,6 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
         "fingerprint"]["lengths"], "a new run plans anew"  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.telling
-def test_second_epoch_of_fewer_trainable_rows_trains(small_folder, tmp_path):
-    """PLAN-12: half of the rows are longer than max_length, half of all are drawn, and no two share a pack."""
-    rows = [text_row(f"question {n}", "word " * (90 if n % 2 else 500)) for n in range(40)]
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "mix.yaml").write_text(f"sources:\n  - {{dataset: {data}, ratio: 0.5}}\n")
-    packing_variables({**OPTIONS, "VLPACK_FUSION_CONFIG": str(tmp_path / "mix.yaml")})
-    given = {"max_length": 130, "gradient_accumulation_steps": 1, "num_train_epochs": 6, "save_strategy": "steps"}
-    packs = flags(small_folder, tmp_path / "out", data, **given, save_steps=25)
-    del packs[packs.index("--dataset") : packs.index("--dataset") + 2]
-    train(packs)
-    assert [sum(epoch == number for _, epoch, _ in trained(tmp_path / "out")) for number in range(6)] == [10] * 6
-    assert [len(ids(trained(tmp_path / "out"), epoch)) for epoch in range(6)] == [10] * 6
-    train([*packs, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-25"), "--output_dir",
-           str(tmp_path / "rest")])  # fmt: skip
-    assert trained(tmp_path / "rest") == [pack for pack in trained(tmp_path / "out") if pack[0] > 25]
-
-
 def places(value, path=()):
     """Every place in a JSON document."""
     if path:
@@ -628,7 +531,7 @@ def places(value, path=()):
 def damaged(document):
     """The document with one place gone, or with another value, of every place; and where that is."""
     for path in places(document):
-        for value in (None, "x", -1, 7, [], {}, True, "gone"):
+        for value in (None, 7, "gone"):
             other = copy.deepcopy(document)
             parent = other
             for key in path[:-1]:
@@ -653,7 +556,7 @@ def assert_every_damage_is_refused(file, load):
             pytest.fail(f"{where} is damaged, and was taken: {load()}")
         num_tried += 1
     assert num_tried > 100
-    for length in range(0, len(text) - 2, 7):
+    for length in range(0, len(text) - 2, 61):
         file.write_text(text[:length])
         with pytest.raises(StateMismatch, match=re.escape(str(file))):
             load()
@@ -738,7 +641,7 @@ def test_the_best_model_is_loaded_at_the_end(small_folder, dataset, tmp_path, mo
     monkeypatch.setattr(PackingTrainer, "_load_best_model", kept)
     train(
         packed_argv(
-            small_folder(family), family, tmp_path, dataset=dataset, val_dataset=dataset, split_dataset_ratio=0,
+            small_folder(family), family, tmp_path, dataset=dataset, val_dataset=f"{dataset}#4", split_dataset_ratio=0,
             max_steps=3, learning_rate=1e-2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
             load_best_model_at_end="true", metric_for_best_model="loss", greater_is_better="true",
         )

@@ -32,6 +32,7 @@ from tests.host.same_steps import (
     largest_gap,
     numbered_rows,
     packed_steps,
+    recipe,
     unpacked_steps,
     weights,
 )
@@ -67,15 +68,6 @@ def record(monkeypatch, tmp_path):
     spec = importlib.util.spec_from_file_location("record_samples", RECORDER)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     return folder
-
-
-def recipe(batch_size, accumulation, **options):
-    """As a user trains: warmup, cosine, clipping, weight decay; every step logged."""
-    return {
-        "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "num_train_epochs": 2,
-        "learning_rate": 1e-4, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
-        "weight_decay": 0.1, "split_dataset_ratio": 0, "save_strategy": "steps", "save_steps": 1000, **options,
-    }  # fmt: skip
 
 
 def saved(output):
@@ -173,16 +165,6 @@ def test_a_resumed_run_goes_on_with_the_next_step(dataset, small_folder, tmp_pat
     options(packing_batch="packs")
     with pytest.raises(StateMismatch, match="packing_batch"):
         train(packed_argv(folder, FAMILY, tmp_path / "packs", **again))
-
-
-def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, options):
-    """SAME-3: what ms-swift reads again is what was given, not how the trainer was told to take a step."""
-    options(**OPTIONS)
-    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **recipe(2, 3, dataset=dataset, max_steps=1)))
-    args = json.loads((tmp_path / "args.json").read_text())
-    assert (args["per_device_train_batch_size"], args["gradient_accumulation_steps"]) == (2, 3)
-    begun = json.loads((tmp_path / "vlpack" / "run.jsonl").read_text().splitlines()[0])
-    assert begun["gradient_accumulation_steps"] == 3
 
 
 @pytest.mark.parametrize(
@@ -346,11 +328,15 @@ def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
 
 
 def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder, tmp_path, options):
-    """SAME-6: `vlpack plan` before, `vlpack inspect --step` after, of a run with an incomplete last step."""
+    """SAME-6 SAME-3: `vlpack plan` before, `vlpack inspect --step` after; and what ms-swift saved is what was given."""
     options(**OPTIONS)
     flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **recipe(2, 3, dataset=dataset, save_steps=3))
     report = training_report(flags, num_ranks=1, failures_file=tmp_path / "failures.jsonl")
     train(flags)
+    args = json.loads((tmp_path / "out" / "args.json").read_text())
+    assert (args["per_device_train_batch_size"], args["gradient_accumulation_steps"]) == (2, 3)
+    begun = json.loads((tmp_path / "out" / "vlpack" / "run.jsonl").read_text().splitlines()[0])
+    assert begun["gradient_accumulation_steps"] == 3
     steps = packed_steps(tmp_path / "out")
     assert (report["steps_per_epoch"], report["num_steps"]) == (4, 8) == (len(steps) // 2, len(steps))
     kept = report["kept_steps"]

@@ -286,7 +286,7 @@ FEEDS = {"streamed": {"streaming": "true"}, "buffered": {}, "planned": {}}
 
 
 @pytest.mark.parametrize("kind", FEEDS)
-@pytest.mark.parametrize("what", ["settings that rows are encoded by", "values of the model's config"])
+@pytest.mark.parametrize("what", ["settings that rows are encoded by", telling("values of the model's config")])
 def test_ranks_compare_settings_for_every_kind_of_feed(kind, what, small_folder, files, tmp_path, monkeypatch):
     """RANKS-20"""
     name = {"s": "processor.image_processor.image_mean", "v": "text_config.rms_norm_eps"}[what[0]]

@@ -212,19 +212,6 @@ def test_every_damaged_file_is_named_by_one_line_before_a_model_is_loaded(change
     check_checkpoint(checkpoint, ALONE)
 
 
-def test_a_damage_that_one_rank_sees_stops_all(run, tmp_path):
-    """RESUME-14: where each node has a disk of its own; also where the data starts anew."""
-    checkpoints = [copied(run, 2, tmp_path / name) for name in "ab"]
-    (checkpoints[1] / "optimizer.pt").write_bytes(b"")
-    for needs_state in (True, False):
-        for error in on_ranks(
-            2, lambda comm, needs=needs_state: check_checkpoint(checkpoints[comm.rank], comm, needs_state=needs)
-        ):
-            assert isinstance(error, StateMismatch)
-            assert "optimizer.pt is empty" in str(error)
-            assert "(rank 1 sees it)" in str(error)
-
-
 def test_training_asks_before_it_loads_the_model(run, small_folder, tmp_path, monkeypatch, caplog):
     """RESUME-14: and takes the file where it was exchanged on purpose."""
     from swift.arguments import SftArguments

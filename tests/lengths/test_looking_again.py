@@ -15,7 +15,7 @@ from swift_vlpack.lengths.length_file import AGREED
 from swift_vlpack.lengths.measured_sizes import MeasuredSizes
 from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.lengths.test_measure import start, texts, true_columns
+from tests.lengths.test_measure import start, texts, true_columns, unchecked
 from tests.plain_template import PlainTemplate
 from tests.ranks_in_threads import on_ranks
 
@@ -174,9 +174,7 @@ def test_lie_that_no_check_found_is_found_by_looking_again_once(tmp_path, monkey
     rows = [*texts(100), *pictures(tmp_path, 1)]
     lies = {(60, 40): (600, 400)}
     with monkeypatch.context() as patch:
-        patch.setattr(trust, "NUM_PER_KIND", 0)
-        patch.setattr(trust, "NUM_ROWS_DRAWN", 0)
-        patch.setattr(pass_of_lengths, "extremes", lambda sizes: np.zeros(0, np.int64))
+        unchecked(patch)
         assert start(tmp_path, lies).measured(rows).lengths[100] > true_columns(rows)[0][100]
         with caplog.at_level(logging.WARNING):
             sizes = start(tmp_path, lies).measured(rows)
@@ -280,9 +278,7 @@ def killed_before_it_believed(monkeypatch):
 
     def measured(rows, folder, lies=None):
         with monkeypatch.context() as patch:
-            patch.setattr(trust, "NUM_PER_KIND", 0)
-            patch.setattr(trust, "NUM_ROWS_DRAWN", 0)
-            patch.setattr(pass_of_lengths, "extremes", lambda sizes: np.zeros(0, np.int64))
+            unchecked(patch)
             patch.setattr(MeasuredSizes, "believe_headers", lambda sizes: exec("raise KeyboardInterrupt"))
             with pytest.raises(KeyboardInterrupt):
                 start(folder, lies).measured(rows)

@@ -55,6 +55,7 @@ def texts(num_rows, first=0):
 
 
 def unchecked(monkeypatch):
+    """Encode no row both ways."""
     monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
     monkeypatch.setattr(trust, "NUM_PER_KIND", 0)
     monkeypatch.setattr(measure_module, "extremes", lambda sizes: np.zeros(0, np.int64))

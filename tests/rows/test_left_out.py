@@ -1,8 +1,6 @@
 """The list of rows that are in no pack, and the share of failures that stops a run."""
 
-import json
 import logging
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -49,25 +47,6 @@ def test_row_is_listed_once_for_an_epoch_also_after_a_resume(tmp_path):
     }
     assert first["when"].endswith("+00:00")
     assert (second["id"], second["epoch"]) == ("rows:1", 1)
-
-
-def _write(path, start):
-    rows = LeftOutRows(path)
-    for row in range(start, start + 200):
-        rows.add(0, [gone(row)])
-
-
-def test_ranks_write_one_list(tmp_path):
-    """DATA-16: whole lines, whoever writes."""
-    path = tmp_path / "left_out.jsonl"
-    processes = [multiprocessing.get_context("fork").Process(target=_write, args=(path, 200 * n)) for n in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {line["id"] for line in lines} == {f"rows:{n}" for n in range(600)}
-    assert len(lines) == 600
 
 
 def test_list_that_cannot_be_written_is_a_warning(tmp_path, caplog):

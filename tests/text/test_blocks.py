@@ -95,6 +95,8 @@ def test_greedy_repeats_a_stride_by_hand(tokenizer):
     assert made["labels"] == [[4, 5, 6, 14], [-100, 15, 16, 17], [-100, -100, 18, 19], [24]]
     assert made["document_starts"] == [[0, 3], [0], [0], [0]]
     assert totals(made) == {"documents": 3, "cut_documents": 1, "repeated_tokens": 3}
+    short = blocks([text(1, 2)], tokenizer, max_length=4, stride=2, **BARE)
+    assert short["labels"] == short["input_ids"] == [[5, 6]], "the column is there for every batch of a map"
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "best_fit"])
@@ -125,16 +127,6 @@ def test_a_long_document_is_cut_and_its_rest_shares_a_block(tokenizer):
     assert made["document_starts"] == [[0], [0, 3]]
     assert totals(made) == {"documents": 2, "cut_documents": 1}
     assert "labels" not in made
-
-
-def test_stride_repeats_context_that_is_no_target(tokenizer):
-    """TEXT-3"""
-    made = blocks([text(*range(10))], tokenizer, max_length=4, stride=2, **BARE)
-    assert made["input_ids"] == [[4, 5, 6, 7], [6, 7, 8, 9], [8, 9, 10, 11], [10, 11, 12, 13]]
-    assert made["labels"] == [[4, 5, 6, 7], [-100, -100, 8, 9], [-100, -100, 10, 11], [-100, -100, 12, 13]]
-    assert totals(made) == {"documents": 1, "cut_documents": 1, "repeated_tokens": 6}
-    short = blocks([text(1, 2)], tokenizer, max_length=4, stride=2, **BARE)
-    assert short["labels"] == short["input_ids"] == [[5, 6]], "the column is there for every batch of a map"
 
 
 def test_without_overflow_documents_are_truncated_and_counted(tokenizer):

@@ -1,6 +1,5 @@
 """Blocks become batches: literal cases for every mask and boundary rule."""
 
-import copy
 import inspect
 import pickle
 import random
@@ -12,7 +11,7 @@ import torch
 
 from swift_vlpack.errors import BoundaryError, ConfigError, DataError
 from swift_vlpack.text import PackedCollator, block_tokenize
-from tests.text.vocabularies import BOS, EOS, PAD, corpus, qwen, text, words
+from tests.text.vocabularies import BOS, EOS, PAD, corpus, text, words
 
 TWO = {"input_ids": [5, 6, 1, 7, 1], "document_starts": [0, 3]}
 ONE = {"input_ids": [8, 9], "document_starts": [0]}
@@ -155,18 +154,6 @@ def test_positions_from_tokens(pad_is_eos, bos, tokens, positions):
     assert batch["attention_mask"][0].tolist() == [1] * len(positions) + [0] * (6 - len(positions))
     assert batch["segment_ids"][0, len(positions) :].eq(0).all()
     assert batch["position_ids"][1].tolist() == [0, 1, 2, 3, 0, 1], "where the field is, it counts"
-
-
-def test_qwen_conversations_by_field_and_not_by_their_turns():
-    """TEXT-12"""
-    tokenizer = copy.copy(qwen())
-    tokenizer.pad_token = tokenizer.eos_token
-    chat = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyou<|im_end|>"
-    made = block_tokenize({"text": [chat, chat]}, tokenizer=tokenizer, max_length=64, add_eos=False)
-    batch = PackedCollator(tokenizer, padding=32, segment_ids=True)([{name: made[name][0] for name in made}])
-    length = len(tokenizer(chat)["input_ids"])
-    assert batch["segment_ids"][0].tolist() == [1] * length + [2] * length + [0] * (-2 * length % 32)
-    assert (batch["labels"][0] == tokenizer.eos_token_id).sum() == 4, "they are targets; padding is not"
 
 
 @pytest.mark.parametrize(

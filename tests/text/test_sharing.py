@@ -128,24 +128,6 @@ def test_shards_of_a_streaming_data_set_are_enough_for_its_workers(tokenizer):
     assert set(numbers(loader)) == set(range(9))
 
 
-def test_utilisation_is_that_of_the_batches(tokenizer):
-    """TEXT-23"""
-    batches = FixedBatches(
-        TextStream([text(*range(6))], tokenizer=tokenizer, seq_len=3, **BARE), batch_size=2, accumulation=2
-    )
-    assert batches.counts["utilisation"] == 0
-    list(batches)
-    assert batches.counts["utilisation"] == 6 / 16
-    for seed in range(4):
-        batches = FixedBatches(
-            TextStream(corpus(seed, 50), tokenizer=tokenizer, seq_len=7), batch_size=4, drop_last=seed % 2 == 0
-        )
-        num_places = sum(batch["input_ids"].size // 7 * 8 for batch in batches)
-        counts = batches.counts
-        num_tokens = counts["tokens"] - counts.get("incomplete_batch_tokens", 0)
-        assert counts["utilisation"] == num_tokens / num_places
-
-
 def test_token_ids_for_a_model(tokenizer):
     """TEXT-28"""
     assert model_token_ids(tokenizer, multiple=128) == {

@@ -21,7 +21,6 @@ from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleId, TooManyFailures
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.runlog.counts import Counts
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.feeds import loader_over, planned_feed, streamed_feed
 from tests.images import BROKEN, GOOD, REASON_OF, make, photo
@@ -557,21 +556,3 @@ def test_pickled_packs_are_the_same_packs(template, rows, form):
     travelled = pickle.loads(pickle.dumps(packs[0]))
     assert travelled.record == packs[0].record
     assert [sample["input_ids"] for sample in travelled] == [sample["input_ids"] for sample in expected[0]]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_sample_over_a_cap_counts_as_in_the_plan(template, tmp_path, form):
-    """PACK-6 STAT-3: two texts fill a pack to the token; three images, where two are allowed, are alone."""
-    texts = [text_row("one"), text_row("two")]
-    rows = [*texts, image_row([photo(tmp_path, f"{n}", 56, 56) for n in range(3)])]
-    capacity = sum(len(template.encode(row)["input_ids"]) for row in texts)
-    assert len(template.encode(rows[-1])["input_ids"]) < capacity
-    options = {"packing_length": capacity, "packing_strategy": "exact", "packing_max_images": 2}
-    dataset = packed(rows, template, form, **options)
-    stats = Counts(packing_length=capacity)
-    for pack in packs_of(dataset):
-        samples = [("data", length) for length in pack.record.lengths]
-        stats.packed(samples, num_images=pack.record.num_images, single_long=pack.record.single_long)
-    assert (stats.num_packs, stats.num_single_long, stats.num_images, stats.fill_mean) == (2, 1, 3, 1.0)
-    if form == "plan":
-        assert (int(dataset.plan.is_single_long.sum()), dataset.plan.mean_fill) == (1, 1.0)

@@ -163,21 +163,6 @@ def test_state_is_small_json_without_a_sample(template):
         assert num_held <= 12 + 12
 
 
-@pytest.mark.parametrize(("num_ranks", "num_workers"), [(3, 0), (2, 2)])
-@pytest.mark.parametrize("form", ["sized", "stream"])
-def test_ranks_and_workers_read_every_row_once_an_epoch(template, form, num_ranks, num_workers):
-    """STREAM-1"""
-    data = rows(23)
-    for epoch in (0, 1):
-        packs = []
-        for rank in range(num_ranks):
-            dataset = buffered(template, data, form, rank=rank, num_ranks=num_ranks)
-            dataset.set_epoch(epoch)
-            packs += records(dataset, num_workers)
-        assert {record.epoch for record in packs} == {epoch}
-        assert everything(packs) == {SampleId("data", n): 1 for n in range(23)}
-
-
 @pytest.mark.parametrize(
     ("persistent", "context"),
     [

@@ -11,8 +11,7 @@ from swift.template.templates.qwen import Qwen2_5VLTemplate
 from swift.utils import import_external_file
 from swift.utils import utils as swift_utils
 
-from swift_vlpack.rows.source import RowSource
-from tests.host.lengths.support import FAMILY, with_lengths
+from tests.host.lengths.support import ARGS, FAMILY, source, texts, with_lengths
 from tests.images import BROKEN, GOOD, make
 
 
@@ -55,8 +54,8 @@ class Runs:
     def lengths(self, rows, plugins, **options):
         """Of a start with these plugins, and what encoding says without any memory."""
         template = self.template(plugins, **options)
-        args = SimpleNamespace(dataset_num_proc=1, strict=False, external_plugins=[str(plugin) for plugin in plugins])
-        found = with_lengths(RowSource(name="rows", rows=rows), template, args, self.cache).sizes.lengths.tolist()
+        args = SimpleNamespace(**vars(ARGS), external_plugins=[str(plugin) for plugin in plugins])
+        found = with_lengths(source(rows), template, args, self.cache).sizes.lengths.tolist()
         return found, [template.encode(row, return_length=True)["length"] for row in rows]
 
 
@@ -71,3 +70,26 @@ def runs(tiny, tmp_path, monkeypatch):
         monkeypatch.setitem(registry, "mine", None)
     monkeypatch.setattr(Qwen2_5VLTemplate, "_swift_prepare_inputs", Qwen2_5VLTemplate._swift_prepare_inputs)
     return Runs(tiny(FAMILY).template.processor, tmp_path / "cache")
+
+
+class Starts:
+    """Starts of a run with one plugin; `measured` says how many rows of the last one had to be encoded."""
+
+    def __init__(self, runs, folder):
+        self.runs, self.folder, self.measured = runs, folder, 0
+
+    def lengths(self, text, rows=None):
+        plugin = self.folder / "plugin.py"
+        plugin.write_text(text)
+        template, rows = self.runs.template([plugin]), rows or texts(4)
+        args = SimpleNamespace(**vars(ARGS), external_plugins=[str(plugin)])
+        sizes = with_lengths(source(rows), template, args, self.runs.cache).sizes
+        self.measured = len(rows) - sizes.num_remembered
+        return sizes.lengths.tolist(), [template.encode(row, return_length=True)["length"] for row in rows]
+
+
+@pytest.fixture
+def starts(runs, tmp_path):
+    yield Starts(runs, tmp_path)
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]

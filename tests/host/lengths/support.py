@@ -4,12 +4,11 @@ import base64
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 from datasets import Dataset
 from swift.template import get_template
 
 from swift_vlpack.host import length_pass
-from swift_vlpack.lengths import failures, measure, trust
+from swift_vlpack.lengths import failures, measure
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.context import dependencies_of, digest_of
 from swift_vlpack.rows.contents import size_of
@@ -17,7 +16,9 @@ from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row
 from tests.images import photo
+from tests.lengths.test_measure import texts, unchecked
 
+__all__ = ["texts", "unchecked"]
 ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 
 
@@ -58,10 +59,6 @@ def source(rows, name="rows", **options):
     return RowSource(name=name, rows=rows, **options)
 
 
-def texts(num_rows, first=0):
-    return [text_row(f"row {number}", "word " * (number % 7 + 1)) for number in range(first, first + num_rows)]
-
-
 def caches_of(monkeypatch):
     """The caches that passes open from now on."""
     made = []
@@ -75,13 +72,6 @@ def warnings_of(monkeypatch):
     for module in (measure, failures):
         monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
     return said
-
-
-def unchecked(monkeypatch):
-    """No row is encoded both ways."""
-    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
-    monkeypatch.setattr(measure, "extremes", lambda sizes: np.zeros(0, np.int64))
-    monkeypatch.setattr(trust, "NUM_PER_KIND", 0)
 
 
 def odd_rows(folder):

@@ -1,7 +1,6 @@
 """What a length is remembered under: edit what it depends on as a user would, and it is measured again, and right."""
 
 import os
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -12,7 +11,7 @@ from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
-from tests.host.lengths.support import context_of, with_lengths
+from tests.host.lengths.support import ARGS, context_of, with_lengths
 from tests.images import photo
 from tests.tiny import FAMILIES
 
@@ -168,8 +167,6 @@ def test_variables_that_swift_reads_are_in_the_key(name, template, monkeypatch):
 
 
 # -- the row ----------------------------------------------------------------------------------------------------------
-
-ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 
 
 def lengths_of(rows, template, cache):

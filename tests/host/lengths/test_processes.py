@@ -100,12 +100,6 @@ def test_killed_runs_keep_what_they_did_and_are_never_wrong(template, tmp_path, 
     killed_again_and_again(template, tmp_path, 10, monkeypatch)
 
 
-@pytest.mark.slow
-def test_killed_runs_keep_what_they_did_and_are_never_wrong_50_times(template, tmp_path, monkeypatch):
-    """LEN-8"""
-    killed_again_and_again(template, tmp_path, 50, monkeypatch)
-
-
 class Numbered:
     """Rows that are made when they are asked for, so that memory is the pass's own."""
 

@@ -50,14 +50,6 @@ def test_no_frame_but_the_first_is_decoded(tiny, paths, monkeypatch):
     assert not asked
 
 
-def test_readers_are_as_before_afterwards(tiny, paths):
-    """LEN-2"""
-    reader = decord.VideoReader
-    with patches.without_frames():
-        assert decord.VideoReader is not reader
-    assert decord.VideoReader is reader
-
-
 def test_videos_of_a_source_are_measured_and_checked_both_ways(tiny, paths, tmp_path, monkeypatch):
     """LEN-3: and where a container says something else than the frames, the source is encoded in full."""
     template = tiny("qwen2_5_vl").template

@@ -69,15 +69,3 @@ def test_attention_that_a_model_brings_is_replaced_unless_it_was_asked_for(tiny,
     assert attention.name_of(model.config) == "flash_attention_2"
     use_attention(model, None)
     assert attention.name_of(model.config) == NAME
-
-
-def test_model_is_built_with_it_and_can_be_switched(tiny):
-    """ISO-1"""
-    model = tiny("qwen2_5_vl").model
-    assert model.config.text_config._attn_implementation == NAME
-    try:
-        model.set_attn_implementation("sdpa")
-        assert model.config.text_config._attn_implementation == "sdpa"
-    finally:
-        model.set_attn_implementation(NAME)
-    assert model.config.text_config._attn_implementation == NAME

@@ -44,11 +44,6 @@ def flags(folder, output, data, **options):
     return packed_argv(folder, FAMILY, output, **{**common, "save_strategy": "steps", **options})
 
 
-def trained_ids(output, epoch=0):
-    lines = [json.loads(line) for line in (output / "vlpack" / "packs_rank0.jsonl").read_text().splitlines()]
-    return [key for line in lines if line["epoch"] == epoch for key in line["ids"]]
-
-
 @pytest.fixture(scope="module")
 def run(small_folder, data, tmp_path_factory):
     """Planned by the command, and trained for two epochs with an evaluation on the same pages."""
@@ -89,29 +84,6 @@ def test_plan_is_the_run(run):
     [line] = [line for line in planned_lines if line["reason"] == "image_over_length"]
     assert line["id"].startswith("pages:1/")
     assert line["error"].endswith("of its row, 1 image")
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_every_part_is_trained_once_and_a_resume_goes_on_between_parts(run, small_folder, data):
-    """CUT-11: through ms-swift's own resume."""
-    out, planned, _ = run
-    once = trained_ids(out)
-    assert len(once) == len(set(once)) == planned["num_samples"]
-    rows = [key.partition("/")[0] for key in once]
-    assert any(rows.count(row) > 2 for row in rows)
-    packs = [json.loads(line)["ids"] for line in (out / "vlpack" / "packs_rank0.jsonl").read_text().splitlines()]
-    # A step after which some row is half trained.
-    step = next(step for step in range(1, len(packs)) if rows_of(packs[:step]) & rows_of(packs[step:]))
-    done = [key for ids in packs[:step] for key in ids]
-    (out / "vlpack" / "packs_rank0.jsonl").unlink()
-    checkpoint = out / f"checkpoint-{step}"
-    train(flags(small_folder(FAMILY), out, data, val_dataset=data, resume_from_checkpoint=checkpoint), "pt")
-    assert sorted([*done, *trained_ids(out)]) == sorted(once)
-
-
-def rows_of(packs):
-    return {key.partition("/")[0] for ids in packs for key in ids}
 
 
 @pytest.mark.slow
@@ -192,15 +164,3 @@ def test_rows_that_are_truncated_or_dropped_are_counted(overflow, small_folder, 
     num_lost = lost[reason]["num_parts"]
     assert counts["num_packed"] == (NUM_ROWS if overflow == "truncate" else NUM_ROWS - num_lost)
     assert re.search(rf"{num_lost} of \d+ samples of the epoch are left out", caplog.text), "not rows"
-
-
-def test_a_stream_is_cut_by_the_same_rule(run, small_folder, data, tmp_path):
-    """CUT-12"""
-    _, planned, _ = run
-    steps = planned["num_packs"] + 2
-    train(flags(small_folder(FAMILY), tmp_path, data, streaming="true", max_steps=steps, save_strategy="no"), "pt")
-    trained = trained_ids(tmp_path)
-    assert len(trained) == len(set(trained)) == planned["num_samples"]
-    report = epoch_report(tmp_path)
-    assert report["is_closed"]
-    assert report["lost_by_cutting"] == planned["cut"]["lost_by_cutting"]

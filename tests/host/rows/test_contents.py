@@ -1,7 +1,6 @@
 """Images and patches of real templates of many families, by header and in full; caps hold on each of them."""
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -15,7 +14,7 @@ from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row
 from tests.families import FAMILIES, load_template
-from tests.host.lengths.support import with_lengths
+from tests.host.lengths.support import ARGS, with_lengths
 from tests.images import photo
 from tests.marks import quick_only
 
@@ -39,7 +38,6 @@ PATCHES = {
     "gemma3_vision": [0, 4096, 4096, 4096, 8192],
     "minicpmv4_6": [0, 3248, 1024, 5184, 4272],
 }
-ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import struct
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torchvision
 from qwen_vl_utils import vision_process
@@ -15,6 +14,7 @@ from swift_vlpack.rows.faults import fault_of, is_lasting
 from swift_vlpack.rows.samples import SampleError, SampleId
 from tests.data_rows import image_row, text_row
 from tests.images import noise, photo
+from tests.videos import video
 
 FAMILY = "qwen2_5_vl"
 PASTED = "the log says <|vision_start|><|image_pad|><|vision_end|>"
@@ -27,23 +27,6 @@ def bomb(path):
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
     ]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(data))
-
-
-def video(path):
-    """A film of 8 frames."""
-    import av
-
-    with av.open(str(path), "w") as film:
-        stream = film.add_stream("mpeg4", rate=4)
-        stream.width = stream.height = 64
-        stream.pix_fmt = "yuv420p"
-        for number in range(8):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 20 * number, np.uint8), format="rgb24")
-            for packet in stream.encode(frame):
-                film.mux(packet)
-        for packet in stream.encode():
-            film.mux(packet)
-    return str(path)
 
 
 def bad_files(folder):
@@ -136,7 +119,7 @@ def no_reader(monkeypatch):
 def test_video_without_a_reader_says_what_to_install(template, tmp_path, no_reader):
     """LEN-2 LEN-11"""
     pytest.importorskip("av")
-    error = failure(template, {**text_row("<video>what?"), "videos": [video(tmp_path / "film.mp4")]})
+    error = failure(template, {**text_row("<video>what?"), "videos": [video(tmp_path / "film.mp4", 8, 64, 64)]})
     assert error.reason == "video_reader_missing"
     assert "to read videos, install torchcodec or decord" in error.detail
     assert "film.mp4" in error.detail

@@ -23,21 +23,6 @@ def config(**options):
     return PackingConfig(packing_length=1024, **options)
 
 
-@pytest.mark.usefixtures("forked_maps")
-def test_row_numbers_stay_right_when_the_loader_deletes_rows(tmp_path, caplog):
-    """DATA-2: empty messages, and a content that is null, never become rows."""
-    rows = [text_row(f"question {n}", f"answer {n}") for n in range(10)]
-    rows[2] = {"messages": []}
-    rows[5] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}
-    [source], _ = load_sources(load_args([write_jsonl(tmp_path / "rows.jsonl", rows)]), config())
-    assert sorted(source.row_numbers) == [0, 1, 3, 4, 6, 7, 8, 9]
-    assert source.num_lost == 2
-    for index, row in enumerate(source.rows):
-        assert row["messages"][1]["content"] == f"answer {source.row_numbers[index]}"
-        assert str(source.sample_id(index)) == f"rows:{source.row_numbers[index]}"
-    assert "vlpack_row" not in source.rows.column_names
-
-
 def test_alpaca_row_whose_answer_is_a_list_is_counted(tmp_path):
     """DATA-2"""
     rows = [{"instruction": f"do {n}", "input": "", "output": f"done {n}"} for n in range(6)]
@@ -68,16 +53,6 @@ def test_local_files_of_every_form_are_loaded(form, tmp_path):
     assert sorted(source.row_numbers) == list(range(5))
     for row, number in zip(source.rows, source.row_numbers, strict=True):
         assert row["messages"][0]["content"] == f"q{number}"
-
-
-def test_sampled_and_split_rows_keep_their_numbers(tmp_path):
-    """DATA-2"""
-    path = write_jsonl(tmp_path / "rows.jsonl", [text_row(f"q{n}", f"answer {n}") for n in range(20)])
-    [source], val = load_sources(load_args([f"{path}#10"], split_dataset_ratio=0.2), config())
-    assert len(source.rows) + len(val) == 10
-    assert "vlpack_row" not in val.column_names
-    for index, number in enumerate(source.row_numbers):
-        assert source.rows[index]["messages"][1]["content"] == f"answer {number}"
 
 
 @pytest.mark.usefixtures("forked_maps")
