@@ -110,30 +110,6 @@ def _build_internvl(folder: Path) -> None:
     _save(folder, config, "InternVLForConditionalGeneration", processor)
 
 
-def _build_onevision(folder: Path) -> None:
-    """Tiles of 384 pixels; ms-swift names the id of its image token, the fourth of Qwen's first specials."""
-    import transformers
-
-    specials, tiny.QWEN_SPECIALS = tiny.QWEN_SPECIALS, (*tiny.QWEN_SPECIALS[:3], "<image>", "<video>")
-    tokenizer = tiny.build_tokenizer()
-    tiny.QWEN_SPECIALS = specials
-    vision = transformers.SiglipVisionConfig(**_VISION, image_size=384, patch_size=14)
-    config = transformers.LlavaOnevisionConfig(
-        text_config=transformers.Qwen2Config(**_TEXT).to_dict(),
-        vision_config=vision.to_dict(),
-        image_token_index=151646,
-        video_token_index=151647,
-    )
-    processor = transformers.LlavaOnevisionProcessor(
-        transformers.LlavaOnevisionImageProcessor(),
-        tokenizer,
-        transformers.LlavaOnevisionVideoProcessor(),
-        num_image_tokens=729,
-        vision_feature_select_strategy="full",
-    )
-    _save(folder, config, "LlavaOnevisionForConditionalGeneration", processor)
-
-
 def _build_gemma3(folder: Path) -> None:
     """One square of 896 pixels an image."""
     import transformers
@@ -172,41 +148,10 @@ def _build_glm4v(folder: Path) -> None:
     _save(folder, config, "Glm4vForConditionalGeneration", processor)
 
 
-def _build_minicpm(folder: Path) -> None:
-    """Slices of any size, their patches one after the other."""
-    import transformers
-
-    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    pairs = {"image": "image", "slice": "slice", "image_id": "image_id"}
-    names |= {f"{name}_start_token": f"<{word}>" for name, word in pairs.items()}
-    names |= {f"{name}_end_token": f"</{word}>" for name, word in pairs.items()}
-    tokenizer = _tokenizer(folder, tuple(names.values()), **names)
-    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}
-    config = transformers.MiniCPMV4_6Config(
-        text_config={
-            **_TEXT,
-            "model_type": "qwen3_5_text",
-            "layer_types": ["full_attention"],
-            "rope_parameters": {**rope, "mrope_interleaved": True},
-        },
-        vision_config={**_VISION, "image_size": 980, "patch_size": 14},
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-    )
-    processor = transformers.MiniCPMV4_6Processor(
-        image_processor=transformers.MiniCPMV4_6ImageProcessor(),
-        tokenizer=tokenizer,
-        video_processor=transformers.MiniCPMV4_6VideoProcessor(),
-    )
-    _save(folder, config, "MiniCPMV4_6ForConditionalGeneration", processor)
-
-
 _BUILD = {
     **{name: lambda folder, name=name: _build_llava(folder, name) for name in ("llava1_5_hf", "llava1_6_mistral_hf")},
     "internvl": _build_internvl,
-    "llava_onevision_hf": _build_onevision,
     "gemma3_vision": _build_gemma3,
     "glm4v": _build_glm4v,
-    "minicpmv4_6": _build_minicpm,
 }
 FAMILIES = tuple(_BUILD)

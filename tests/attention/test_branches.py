@@ -154,17 +154,6 @@ def test_rows_equal_themselves_alone(rows, dtype, tolerance, kernel):
     assert gap_of(states(num_tokens(rows), dtype=dtype), rows, causal, layer=layer) < tolerance
 
 
-@pytest.mark.parametrize("num_branches", range(1, 21))
-def test_from_one_branch_to_twenty(num_branches):
-    """SHARE-20: also of one token, after a prefix of one."""
-    for prefix in (1, 7):
-        rows = Rows(((0, (3,)), (prefix, tuple(1 + number * 5 % 4 for number in range(num_branches)))))
-        for kernel in (segments, grouped):
-            layer = Layer()
-            attention.use_kernel(layer, kernel, kernel)
-            assert gap_of(states(num_tokens(rows)), rows, causal, layer=layer) < 1e-12
-
-
 @pytest.mark.parametrize(("num_kv_heads", "groups"), [(1, 4), (2, 2), (4, 1)])
 @pytest.mark.parametrize("window", [1, 3, 8, 20, 100])
 def test_windows_count_in_the_row_alone(window, num_kv_heads, groups):

@@ -331,23 +331,18 @@ def test_launched_ranks_count_where_no_plan_is_made(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "mode", "message"),
     [
-        ({"streaming": "true", "max_steps": 2}, "--streaming true .* cannot be planned"),
-        ({"packing": "false"}, "--packing false has no packs"),
+        ({"streaming": "true", "max_steps": 2}, "auto", "--streaming true .* cannot be planned"),
+        ({"packing": "false"}, "auto", "--packing false has no packs"),
+        ({"max_steps": 2}, "buffer", "packing_mode=buffer .* cannot be planned"),
     ],
 )
-def test_run_without_a_plan_is_refused(flags, message, bare_folder, mix, tmp_path):
+def test_run_without_a_plan_is_refused(flags, mode, message, bare_folder, mix, tmp_path, options):  # noqa: PLR0913
     """CLI-5"""
+    options(packing_mode=mode)
     with pytest.raises(ConfigError, match=message):
         planned(bare_folder, tmp_path, dataset=mix / "chat.jsonl", attn_impl="flash_attn", **flags)
-
-
-def test_buffer_mode_cannot_be_planned(bare_folder, mix, tmp_path, options):
-    """CLI-5"""
-    options(packing_mode="buffer")
-    with pytest.raises(ConfigError, match=r"packing_mode=buffer .* cannot be planned"):
-        planned(bare_folder, tmp_path, dataset=mix / "chat.jsonl", max_steps=2)
 
 
 def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capfd):

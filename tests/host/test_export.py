@@ -14,6 +14,7 @@ from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.environment import restored_environment
 from tests.host.runs import SMALL_VOCABULARY, argv, log_lines
 from tests.images import BROKEN, GOOD, make
+from tests.marks import quick_only
 
 FAMILY = "qwen2_5_vl"
 OF_EXPORT = ("model", "model_type", "template", "max_length", "torch_dtype", "use_hf")
@@ -123,7 +124,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick_only(("rlhf", "kto"), MODES))
 def test_every_mode_and_task_equals_that_of_ms_swift(mode, small_folder, tmp_path, capfd):
     """EXPORT-8: rows of several sequences, and what rows of one sequence are trained for."""
     make_row, options = MODES[mode]

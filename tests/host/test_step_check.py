@@ -9,6 +9,7 @@ from swift_vlpack.host.step_check import StepIsOther
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import packed_argv, train
+from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
 
@@ -72,7 +73,8 @@ def test_wrong_factor_stops_the_first_step(sabotage, said, run, monkeypatch):
     sabotage(monkeypatch)
     with pytest.raises(StepIsOther, match=f"step 1 follows another gradient than that of its loss: {said}"):
         run()
-    assert len(run(verify="false")["log_history"]) > 3
+    if sabotage is backward_divided:  # one of them says it for all
+        assert len(run(verify="false")["log_history"]) > 3
 
 
 def test_wrong_divisor_of_a_later_step_stops_at_the_log_line(run, monkeypatch):
@@ -89,7 +91,7 @@ def test_wrong_divisor_of_a_later_step_stops_at_the_log_line(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"loss_scale": "last_round"}, {"tuner_type": "lora", "torch_dtype": "bfloat16"}]
+    "options", [{}, telling({"loss_scale": "last_round"}), {"tuner_type": "lora", "torch_dtype": "bfloat16"}]
 )
 def test_right_steps_go_on(options, run):
     """TRAIN-30"""

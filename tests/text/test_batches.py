@@ -767,16 +767,6 @@ def test_a_state_is_tried_again_too(stream):
         stream(Lost([text(1)] * 9), max_retries=0).state_dict()
 
 
-def test_a_file_that_is_gone_is_named(stream, tmp_path):
-    """TEXT-25"""
-    path = tmp_path / "gone.txt"
-    path.write_text("w1\n" * 99)
-    one = stream(path, max_retries=1, sleep=lambda seconds: None)
-    path.unlink()
-    with pytest.raises(SourceError, match=r"gone.txt: document 1 of epoch 0"):
-        next(one)
-
-
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "vlpack-prefetch"]
 

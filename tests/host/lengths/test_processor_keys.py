@@ -12,6 +12,7 @@ from tests.data_rows import image_row, text_row
 from tests.family_models import FAMILIES, own_ids
 from tests.host.lengths.support import ARGS, context_of, dataset, source, with_lengths
 from tests.images import photo
+from tests.marks import telling
 
 LLAVA, ONEVISION, INTERN, GEMMA = "LLaVA 1.5 (HF)", "LLaVA-OneVision (HF)", "InternVL (HF)", "Gemma 3"
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
@@ -81,7 +82,7 @@ def rows(tmp_path):
         (LLAVA, (PROCESSOR, ["patch_size"], 7)),
         (LLAVA, (PROCESSOR, ["vision_feature_select_strategy"], "full")),
         (LLAVA, (CONFIG, ["vision_config", "patch_size"], 7)),
-        (ONEVISION, (PROCESSOR, ["num_image_tokens"], 4)),
+        telling(ONEVISION, (PROCESSOR, ["num_image_tokens"], 4)),
         pytest.param(ONEVISION, (PROCESSOR, ["vision_aspect_ratio"], "anyres_max_2"), marks=pytest.mark.slow),
         pytest.param(ONEVISION, (CONFIG, ["vision_config", "patch_size"], 7), marks=pytest.mark.slow),
         (INTERN, (PROCESSOR, ["image_seq_length"], 9)),

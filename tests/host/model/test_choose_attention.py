@@ -8,7 +8,6 @@ import pytest
 from swift_vlpack import PackingDataset, choose_attention
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.attention import NAME
-from swift_vlpack.attention.kernels import by_lengths, grouped
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.use_attention import use_attention
@@ -18,18 +17,6 @@ from tests.data_rows import text_row
 def packs(**options):
     """All that is asked of packs."""
     return SimpleNamespace(config=PackingConfig(packing_length=200, **options))
-
-
-def test_kernel_is_chosen_by_the_option(tiny):
-    """ATTN-9"""
-    loaded = tiny("qwen2_5_vl")
-    line = choose_attention(loaded.model, loaded.template, packs())
-    assert line.startswith("attention vlpack: segments or grouped, by the lengths of each sequence")
-    assert attention._kernels[loaded.model] is by_lengths
-    line = choose_attention(loaded.model, loaded.template, packs(packing_attention="grouped"))
-    assert line == "attention vlpack: grouped, as asked for"
-    assert attention._kernels[loaded.model] is grouped
-    choose_attention(loaded.model, loaded.template, packs(packing_attention="segments"))
 
 
 def test_another_attention_is_left_alone_and_has_no_kernels_to_choose_from(tiny):
