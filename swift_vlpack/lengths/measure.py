@@ -13,7 +13,7 @@
 ...     measure(source, cache, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
-*What is saved was checked*: a row was encoded in full, or its size came from its header while every comparison of its
+*What is believed was checked*: a row was encoded in full, or its size came from its header while every comparison of its
 source agreed. Four steps see to it, and `measure` does them in this order, on all ranks at once:
 
 1. *Look up.* A size is remembered under one key: the row, the state of its files, and all settings that it depends on
@@ -234,7 +234,10 @@ class _RankPass:
         self._work.distrust_headers()
 
     def _results(self, tasks: deque[Task], num_processes: int | None = None) -> Iterator[Any]:
-        """Yield the results of tasks. Rows that could not be read in time are read once more at the end."""
+        """Yield the results of tasks, also of those that the caller adds meanwhile.
+
+        Rows that could not be read in time are read once more at the end.
+        """
         most = self._encoders.num_processes
         most = most if num_processes is None else min(num_processes, most)
         for is_first in (True, False):
