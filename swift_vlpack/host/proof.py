@@ -225,14 +225,16 @@ def _checked_sequence(trainer: Any, batch: Batch, where: str) -> FirstSequence:
 def _unseen(trainer: Any) -> Iterator[None]:
     """Restore afterwards what computing a loss changes on the trainer: metrics, and the lengths that scale noise."""
     args = trainer.args
-    before = trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef
+    before = trainer.custom_metrics, trainer.lengths_in_sequence, trainer.own_lengths, args.router_aux_loss_coef
+    trainer.own_lengths = ()  # of the sequence that was trained last
     trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
     # Switch off the loss that balances experts: it is no sum over samples, so it differs for a sample alone.
     args.router_aux_loss_coef = 0.0
     try:
         yield
     finally:
-        trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef = before
+        trainer.custom_metrics, trainer.lengths_in_sequence, trainer.own_lengths, coefficient = before
+        args.router_aux_loss_coef = coefficient
 
 
 def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:

@@ -90,7 +90,7 @@ class PackingTrainer(EvaluatesRows):
         self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
         self.step_check = StepCheck(self)
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
-        self._own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
+        self.own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
@@ -178,7 +178,7 @@ class PackingTrainer(EvaluatesRows):
         record = inputs.record
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
-        self._own_lengths = (*record.own_lengths, record.num_padding) if record.shared else ()
+        self.own_lengths = (*record.own_lengths, record.num_padding) if record.shared else ()
         with layout(self.template, packed=True), self.step_check.sequence():
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.events.trained(record)
@@ -186,8 +186,8 @@ class PackingTrainer(EvaluatesRows):
 
     def get_cu_seqlens(self, position_ids: Any, logits_to_keep: Any) -> torch.Tensor:
         """Say where samples start, for the loss by channel and the accuracy. A branch begins with what is its own."""
-        if self._own_lengths and self.model.training:
-            starts = [torch.arange(num, device=position_ids.device) for num in self._own_lengths if num]
+        if self.own_lengths and self.model.training:
+            starts = [torch.arange(num, device=position_ids.device) for num in self.own_lengths if num]
             position_ids = torch.cat(starts)[None]
         cu_seqlens: torch.Tensor = super().get_cu_seqlens(position_ids, logits_to_keep)
         return cu_seqlens
