@@ -13,8 +13,8 @@
 ...     measure(source, cache, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
-*What is believed was checked*: a row was encoded in full, or its size came from its header while every comparison of its
-source agreed. Four steps see to it, and `measure` does them in this order, on all ranks at once:
+*What is believed was checked*: a row was encoded in full, or its size came from its header while every comparison of
+its source agreed. Four steps see to it, and `measure` does them in this order, on all ranks at once:
 
 1. *Look up.* A size is remembered under one key: the row, the state of its files, and all settings that it depends on
    (`cache.py`, `context.py`). So a change that the key sees is a row without a size.
