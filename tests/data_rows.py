@@ -46,6 +46,12 @@ def mixed_rows(folder: Path, num_rows: int, *, seed: int = 0, largest: int = 300
     return rows
 
 
+def mixed_and_wordy_data(folder: Path) -> str:
+    """Write 28 rows: with and without images, and with more words than the proof's own short samples have."""
+    wordy = [text_row(f"question {number}", "answer " * 60) for number in range(8)]
+    return write_jsonl(folder / "train.jsonl", mixed_rows(folder, 20, largest=160) + wordy)
+
+
 def rows_about_images(folder: Path, num_images: int, rows_an_image: int, *, seed: int) -> list[list[dict[str, Any]]]:
     """Questions about photographs: a list for each of them."""
     rng = random.Random(seed)

@@ -174,7 +174,7 @@ class Clock(TrainerCallback):
 
 
 def sizes_of(inputs: Any) -> tuple[Any, Any]:
-    """Count tokens without padding and samples of a batch, packed or not: numbers, or tensors that nobody waits for.
+    """Count tokens without padding, and samples, of a batch. Tensors are returned unread: no step waits for them.
 
     If rows share a prefix, its tokens are counted for each row: all of them are trained on it.
     """

@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def report_text(report: Report, columns: int) -> str:
-    """Write the report for a terminal of so many columns."""
+    """Write the report in lines of at most `columns` characters."""
     parts = []
     for section in sections(report):
         lines = labelled(((f"  {label}", text) for label, text in section.lines), width=14, columns=columns)

@@ -55,7 +55,7 @@ class SavedSource(NamedTuple):
     contents: NDArray[np.uint64]
     """Digests of the rows `rows_with_digest(num_rows)`."""
     numbers: NDArray[np.int64]
-    """Numbers of these rows in their file. Earlier versions read them."""
+    """Numbers of these rows in their file."""
     prefixes: SharedPrefixes | None = None
     """The key and length of the prefix of each row; None if the run shares no prefixes."""
 

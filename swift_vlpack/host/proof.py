@@ -69,7 +69,7 @@ class FirstBatches:
         self.seed = seed
         self.num_steps = self.num_batches = 0
         self.left: set[str] = set()
-        """What was not looked at on this rank."""
+        """Names of what this rank has not looked at."""
         self.is_done = False
         self._later_step = 0
         self._has_evaluated = self._is_after_evaluation = False
@@ -123,7 +123,7 @@ class FirstBatches:
 
 
 LATER_STEPS = 100
-"""One of so many first steps is looked at again."""
+"""Number of first steps of which one is looked at again."""
 MOST_STEPS = 20
 """Most steps of which batches are looked at."""
 FILLED = 0.9
@@ -176,7 +176,7 @@ def prove_batch(
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
         not_looked_at.append("the loss that balances experts over the sequence")
     lines: list[str] = []
-    limits = getattr(trainer, "limits_of_rounding", None)
+    limits = trainer.limits_of_rounding
     results_of_all(
         lambda: lines.append(line_of_first_batch(compared, limits, sequence, parameters, not_looked_at, where)), where
     )

@@ -17,7 +17,7 @@ import torch
 
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.collate import Batch
-from swift_vlpack.host.ranks import results_of_all
+from swift_vlpack.host.ranks import gathered
 
 TOLERANCE = 1e-2
 """Largest relative difference of two losses that count as equal: more than 16 bits round, less than any factor."""
@@ -106,40 +106,32 @@ class StepCheck:
             self._is_first = False
             self._check("step 1")
 
-    def targets_since_line(self) -> float:
+    def targets_since_line(self) -> int:
         """Return the targets of all ranks since the last call, and check them. All ranks must call it."""
-        if self._is_wanted:
-            self._check(f"one of the steps up to {self._trainer.state.global_step}")
-        (num_targets,) = self._over_ranks(self._num_targets)
+        num_targets = self._check(f"one of the steps up to {self._trainer.state.global_step}")
         self._num_targets = 0
         return num_targets
 
-    def _check(self, steps: str) -> None:
-        trainer = self._trainer
-        divisors, expected = float(self._divisors), float(self._num_divisors)
-        if trainer.args.average_tokens_across_devices:
-            (expected,) = self._over_ranks(self._num_divisors)
-        # Nothing is divided where the loss is a mean over each sequence.
-        if divisors not in (0.0, expected):
-            self._wrong = self._wrong or (
-                f"losses are divided by {divisors:.0f} tokens in all, and their steps have {expected:.0f} targets: "
-                "num_items_in_batch is not that of the step"
-            )
+    def _check(self, steps: str) -> int:
+        """Compare the divisors of every rank with the targets, in one exchange. Returns the targets of all ranks."""
+        mine = (self._num_targets, self._num_divisors, float(self._divisors), self._wrong)
         self._num_divisors, self._divisors = 0, 0
-        results_of_all(lambda: self._refuse(steps), "a check of the step")
-
-    def _over_ranks(self, number: int) -> list[float]:
-        accelerator = self._trainer.accelerator
-        numbers = torch.tensor([number], device=accelerator.device)
-        summed: list[float] = accelerator.reduce(numbers, reduction="sum").tolist()
-        return summed
-
-    def _refuse(self, steps: str) -> None:
-        if self._wrong:
-            raise StepIsOther(
-                f"{steps} follows another gradient than that of its loss: {self._wrong}. Look for a plugin that "
-                "replaces methods of the trainer or of accelerate; packing_verify=false trains without this check"
-            )
+        of_ranks = gathered(mine, "a check of the step")
+        of_all = sum(expected for _, expected, _, _ in of_ranks)
+        for _, of_rank, divisors, wrong in of_ranks if self._is_wanted else ():
+            expected = of_all if self._trainer.args.average_tokens_across_devices else of_rank
+            # The sum is 0 if every loss is a mean over its own sequence.
+            if not wrong and divisors not in (0.0, expected):
+                wrong = (
+                    f"losses are divided by {divisors:.0f} tokens in all, and their steps have {expected:.0f} targets: "
+                    "num_items_in_batch is not that of the step"
+                )
+            if wrong:
+                raise StepIsOther(
+                    f"{steps} follows another gradient than that of its loss: {wrong}. Look for a plugin that "
+                    "replaces methods of the trainer or of accelerate; packing_verify=false trains without this check"
+                )
+        return sum(num_targets for num_targets, _, _, _ in of_ranks)
 
 
 def _scale_of_16_bits(trainer: Any) -> float:

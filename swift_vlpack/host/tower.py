@@ -95,7 +95,7 @@ def drop_gradients_of_empty_images(model: Any) -> None:
     _empty_image_shown.clear()
     trained = _trained_of_vision(model)
     gradients = [one.grad for one in trained if one.grad is not None]
-    # Of sharded gradients, look at this rank's part: an image that any rank has leaves something in each part.
+    # Look at this rank's part of a sharded gradient: an image on any rank changes the parts of all ranks.
     if not any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients):
         for one in trained:
             one.grad = None

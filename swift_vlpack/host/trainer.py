@@ -63,6 +63,7 @@ from swift_vlpack.host.weights import load_renamed
 from swift_vlpack.host.whole_step import WholeStep
 from swift_vlpack.lengths.context import by_name, values_of_config
 from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
+from swift_vlpack.proof.verdict import Limits
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import PackRecord
@@ -86,6 +87,7 @@ class PackingTrainer(EvaluatesRows):
         num_workers = training_args.dataloader_num_workers
         self.first_batches = FirstBatches(num_workers, training_args.seed) if self.feed.config.packing_verify else None
         self.kinds_of_media: frozenset[str] = frozenset()  # of the proof before training
+        self.limits_of_rounding: Limits | None = None  # as that proof measured them
         tolerate_packs_without_images(kwargs["model"], training_args)
         self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
         self.step_check = StepCheck(self)

@@ -30,7 +30,7 @@ class SourceLengths:
 
     source: str
     num_rows: int | None = None
-    """None if the rows have no planned sizes, as those of a stream."""
+    """Number of rows with planned sizes; None for a stream, which has none."""
     num_compared: int = 0
     differing: tuple[str, ...] = ()
     """Rows whose encoded size is not the planned one, by file and line, with both sizes."""

@@ -66,7 +66,7 @@ class Swapped:
     """Changes of samples when others were replaced."""
 
     moved: Mapping[int, Gap]
-    """Of samples that stayed as they were."""
+    """Moves of the samples that were not replaced."""
     blind: Sequence[int]
     """Branches that did not move when their prefix was replaced."""
     num_changed: int
@@ -77,7 +77,7 @@ class Swapped:
     beside: float
     """Gradient at tokens of samples without a loss, as a share of the gradient at the watched samples."""
     beside_states: float
-    """The same of the gradient at hidden states, where the trainer's loss begins."""
+    """Gradient at hidden states of samples without a loss, as such a share: the trainer's loss begins there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class _Comparison:
 
 
 class _Alone:
-    """What samples give alone, compared with a sequence as they come: gradients of many samples would fill memory."""
+    """Compare samples alone with their sequence, each as it is run: gradients of many samples would fill memory."""
 
     def __init__(self, comparison: _Comparison, packed: Ran, *, keeps: bool) -> None:
         self.comparison, self.packed, self.keeps = comparison, packed, keeps

@@ -50,7 +50,7 @@ class Parameters:
         of_vocabulary = {name for name, one in named.items() if id(one) in self._parts}
         if all_trained:
             chosen = [name for name, one in named.items() if one.requires_grad]
-            # Where rows are spread over ranks, one gradient of a whole vocabulary would be gathered.
+            # Leave out sharded embeddings and heads: their whole gradients, of all words, would have to be gathered.
             chosen = [name for name in chosen if name not in of_vocabulary or not sharded_by(model)]
         else:
             chosen = [name for name, one in named.items() if len(shape_of(one)) == 1 and one.is_floating_point()]

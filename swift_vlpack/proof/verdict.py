@@ -43,12 +43,12 @@ COARSE = Limits(5e-2, 0.3)
 
 
 class Finding(NamedTuple):
-    """A failure in words. It names its cause, or says by `is_explained` that `explain` has to look for it."""
+    """A failure in words, with its cause if it names one."""
 
     said: str
     cause: str = ""
     compared: Compared | None = None
-    """What has to be looked at to name the cause."""
+    """Comparison that `explain` examines if the cause is empty; None if there is nothing to examine."""
 
 
 class Judged(NamedTuple):
@@ -248,7 +248,7 @@ class Proof:
     limits: Limits
     """Largest differences that count as equal in the data type that the model trains in."""
     left_out: Sequence[str] = ()
-    """What was not compared, in words."""
+    """Names of what was not compared."""
 
     def finding(self) -> Finding | None:
         """Return the first failure; None if the proof holds."""

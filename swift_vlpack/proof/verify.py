@@ -242,7 +242,7 @@ def slots_of(samples: Sequence[Encoded], rows: torch.Tensor) -> list[Slot]:
             shorter = min(len(before), len(tokens) - 1)
             differ = np.flatnonzero(before[:shorter] != tokens[:shorter])
             num_prefix = int(differ[0]) if len(differ) else shorter
-            # Of a branch of a branch all first tokens lie where those of the first one do.
+            # The first tokens of a branch of a branch lie where those of the first branch do.
             own, first = _found_after(lines, tokens[num_prefix:], taken), taken[-1].first
             found = (own and num_prefix and own._replace(prefix_start=first, num_prefix=num_prefix)) or None
         if found is None:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.data_rows import mixed_and_wordy_data
 from tests.environment import packing_options
 from tests.host.runs import packed_argv, train
 
@@ -14,8 +14,7 @@ from tests.host.runs import packed_argv, train
 def test_compiled_run_trains_what_an_uncompiled_one_trains(small_folder, tmp_path, caplog):
     """TRAIN-29: with the backend that generates no code, which takes minutes on a processor."""
     packing_options(packing_drop_last="false")
-    rows = mixed_rows(tmp_path, 20, largest=160) + [text_row(f"question {n}", "answer " * 60) for n in range(8)]
-    data = write_jsonl(tmp_path / "train.jsonl", rows)
+    data = mixed_and_wordy_data(tmp_path)
 
     def trained(name, **options):
         caplog.clear()

@@ -13,9 +13,15 @@ from swift_vlpack.attention.linear_attention import RESTARTED, restart_at_bounda
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from tests.conftest import Tiny, load_tiny
-from tests.data_rows import image_row, text_row
+from tests.data_rows import image_row, mixed_and_wordy_data, text_row
 from tests.host.proof.runners import template_model
 from tests.images import photo
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows to train in runs that the proof looks at."""
+    return mixed_and_wordy_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from swift_vlpack.proof import reference, runner
 from swift_vlpack.proof.first_batch import FirstSequence
 from swift_vlpack.rows import streams
 from swift_vlpack.rows.samples import PackRecord
-from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.proof import sabotage as s
 from tests.host.proof import sabotage_branches as b
@@ -42,14 +42,6 @@ VERIFIED = re.compile(
 @pytest.fixture(autouse=True)
 def environment():
     packing_options(packing_drop_last="false")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Rows with and without images, and more words than the proof's own short samples have."""
-    folder = tmp_path_factory.mktemp("data")
-    rows = mixed_rows(folder, 20, largest=160) + [text_row(f"question {n}", "answer " * 60) for n in range(8)]
-    return write_jsonl(folder / "train.jsonl", rows)
 
 
 @pytest.fixture

@@ -12,18 +12,10 @@ from transformers import AttentionInterface
 from swift_vlpack.attention import attention
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.host.trainer import PackingTrainer
-from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import packed_argv, train
 
 FAMILY = "qwen2_5_vl"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    rows = mixed_rows(folder, 20, largest=160) + [text_row(f"question {n}", "answer " * 60) for n in range(8)]
-    return write_jsonl(folder / "train.jsonl", rows)
 
 
 @pytest.fixture
