@@ -103,7 +103,10 @@ def test_hooks_of_commits_run_what_make_lint_runs():
     ("schema", "names"),
     [
         ("github-workflows", [".github/workflows/ci.yml"]),
-        ("github-issue-forms", [".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/question.yml"]),
+        (
+            "github-issue-forms",
+            [".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/gpu.yml", ".github/ISSUE_TEMPLATE/question.yml"],
+        ),
         ("github-issue-config", [".github/ISSUE_TEMPLATE/config.yml"]),
         ("citation-file-format", ["CITATION.cff"]),
     ],

@@ -30,7 +30,7 @@ from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.host.run_flags import given_options
-from swift_vlpack.lines import labelled, size, table
+from swift_vlpack.lines import labelled, listed, size, table
 from swift_vlpack.words import counted
 
 _USUAL = {spec.name: (f"--{spec.name}", shown(spec.default)) for spec in fields(PackingConfig)}
@@ -46,8 +46,8 @@ WAYS = {
 }
 """The packing options of each way to train. The first one has to run: without it there is nothing to compare."""
 FIRST = "packs"
-FILE = Path("bench.json")
-MEASURED = ("tokens_per_second", "samples_per_second", "peak_bytes", "seconds_to_step_1")
+FILE, PAGE = Path("bench.json"), Path("bench.md")
+MEASURED = ("tokens_per_second", "samples_per_second", "peak_bytes", "seconds_to_step_1", "loading_share")
 DEMO_LENGTH = 4096
 """Tokens of a pack of the demo, unless the run names another length."""
 DEMO_IMAGES = 240
@@ -87,7 +87,8 @@ def _run(args: argparse.Namespace) -> int:
     for name in ("steps", "turns", "minutes", "rows"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    check_file("the report", FILE)
+    for file in (FILE, PAGE):
+        check_file("the report", file)
     signal.signal(signal.SIGTERM, end_by_signal)  # exit by an exception, so that `finally` ends the measuring process
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
         if args.demo:
@@ -98,6 +99,7 @@ def _run(args: argparse.Namespace) -> int:
         runs = _in_turns(args, start)
         report = bench_report(runs, is_demo=args.demo, num_steps=args.steps, seconds=time.time() - start)
     FILE.write_text(json.dumps(report, indent=1) + "\n")
+    PAGE.write_text(bench_page(report))
     print(json.dumps(report) if args.json else bench_text(report))
     return 0
 
@@ -208,12 +210,15 @@ def _of_way(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "samples_per_second": round(one["samples"] / one["seconds"], 2),
             "peak_bytes": one["peak_bytes"],
             "seconds_to_step_1": round(one["seconds_to_step_1"], 1),
+            "loading_share": round(one["seconds_loading"] / one["seconds"], 3),
+            "host_waits": one["host_waits"],
             "steps": one["steps"],
         }
         for one in found
         if "seconds" in one
     ]
-    return {**{name: round(statistics.median(one[name] for one in turns), 2) for name in MEASURED}, "turns": turns}
+    medians = {name: round(statistics.median(one[name] for one in turns), 3) for name in MEASURED}
+    return {**medians, "host_waits": turns[-1]["host_waits"], "turns": turns}
 
 
 def bench_text(report: Mapping[str, Any]) -> str:
@@ -226,16 +231,19 @@ def bench_text(report: Mapping[str, Any]) -> str:
         ("model", "{type}, {parameters:,} parameters, {dtype}, attention {attention}".format(**report["model"])),
         ("data", f"{'the demo, ' if report['is_demo'] else ''}{counted(report['rows'], 'row')}"),
         ("options", ", ".join(f"{name}={value}" for name, value in report["options"].items())),
+        *listed("proofs", report["proofs"]),
     ]
     padded = ways["padded"].get("tokens_per_second")
     rows = [(way, *_cells(found, padded)) for way, found in ways.items() if "did_not_run" not in found]
-    columns = ("", "tokens/s", "samples/s", "x padded", "peak memory", "to step 1", "turns")
+    columns = ("", "tokens/s", "samples/s", "x padded", "peak memory", "to step 1", "loading", "host waits", "turns")
     without = [(way, f"did not run: {found['did_not_run']}") for way, found in ways.items() if "did_not_run" in found]
     ends = [
         ("", f"medians of turns, {counted(report['steps'], 'step')} each at most; tokens as the rows have them alone"),
-        ("time", f"{report['seconds']:.0f} s in all; {FILE} has every number, to be pasted into an issue"),
+        ("time", f"{report['seconds']:.0f} s in all; paste {PAGE} into an issue; {FILE} has every number"),
     ]
-    return "\n".join(filter(None, (labelled(about), "", *table(columns, rows), labelled(without), labelled(ends))))
+    return "\n".join(
+        filter(None, (labelled(about, columns=120), "", *table(columns, rows), labelled(without), labelled(ends)))
+    )
 
 
 def _cells(found: Mapping[str, Any], padded: float | None) -> tuple[str, ...]:
@@ -246,8 +254,17 @@ def _cells(found: Mapping[str, Any], padded: float | None) -> tuple[str, ...]:
         f"{tokens / padded:.2f}" if padded else "-",
         size(found["peak_bytes"]),
         f"{found['seconds_to_step_1']:.1f} s",
+        f"{found['loading_share']:.0%}",
+        "-" if found["host_waits"] is None else str(found["host_waits"]),
         str(len(found["turns"])),
     )
+
+
+def bench_page(report: Mapping[str, Any]) -> str:
+    """Write the report in Markdown, as an issue takes it: the screen, and every number folded away."""
+    title = f"{report['model']['type']} on {report['device']['name']}"
+    folded = f"<details><summary>every number</summary>\n\n```json\n{json.dumps(report, indent=1)}\n```\n\n</details>"
+    return f"# vlpack bench: {title}\n\n```text\n{bench_text(report)}\n```\n\n{folded}\n"
 
 
 BENCH = Command(
@@ -260,9 +277,10 @@ BENCH = Command(
     description=(
         "Train a few steps of a run on this machine in every way that it can be trained: packs, packs in the steps of "
         "the un-packed run (samples), packs that share media where rows do, padded as ms-swift trains un-packed, and "
-        "padded batches without their padding (padding_free). Says tokens and samples a second, peak memory and the "
-        "seconds to step 1, medians of runs that take turns, and writes them to bench.json, which has no paths and no "
-        "names of data. With --demo, --model is all that it needs. Nothing else is saved."
+        "padded batches without their padding (padding_free). Says what the proofs have shown, tokens and samples a "
+        "second, peak memory, the seconds to step 1 and the share of time that waits for data, medians of runs that "
+        "take turns. Writes bench.md, to be pasted into an issue, and bench.json: they have no paths and no names of "
+        "data. With --demo, --model is all that it needs. Nothing else is saved."
     ),
     add_flags=_add_flags,
     run=_run,

@@ -7,11 +7,14 @@ same batches without padding, by ms-swift's own collator and the attention of a 
 from __future__ import annotations
 
 import argparse
+import logging
 import platform
 import resource
 import sys
 import tempfile
 import time
+import warnings
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -42,7 +45,7 @@ from swift_vlpack.rows.source import RowSource
 
 UNPACKED = ("padded", "padding_free")
 WARM = 2
-"""Steps before the measured ones: kernels are chosen and memory is allocated in them."""
+"""Steps before the measured ones: they choose kernels and allocate memory, and waits are counted in the last."""
 TOGETHER = 20
 """Neighbours that are taken together, because rows of one image often follow one another."""
 NOTHING_BETWEEN = (
@@ -77,9 +80,12 @@ def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
             run.make_data = partial(_packed_data, run, args, launch, found)
         run.at_training = partial(_train, args, launch.config, found)
         try:
-            run.run()
+            with ProofsSaid() as proofs:
+                run.run()
         except NothingShared:
             return {"did_not_run": "no two rows share media"}
+        if "about" in found:
+            found["about"]["proofs"] = proofs.lines
         return found
 
 
@@ -133,18 +139,54 @@ def _train(args: argparse.Namespace, config: PackingConfig, found: dict[str, Any
         found["about"]["model"]["attention"] = attention_of(trainer)
 
 
+class ProofsSaid(logging.Handler):
+    """Keep the lines in which a packed run says which attention it trains with, and what its proofs have shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line of a proof."""
+        if (said := record.getMessage()).startswith(("attention ", "isolation ")):
+            self.lines.append(said)
+
+    def __enter__(self) -> ProofsSaid:
+        self._logger = logging.getLogger("swift")
+        self._level_before = self._logger.level
+        self._logger.setLevel(logging.INFO)  # its other handler, of the terminal, keeps its own level
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level_before)
+
+
 class Clock(TrainerCallback):
-    """Note when steps end, and count what they train."""
+    """Note when steps end, count what they train, and how long they wait: for data, and on a GPU for the device."""
 
     def __init__(self, trainer: Any, until: float) -> None:
         self._until = until
-        self._train_batch = trainer.training_step
+        self._trainer = trainer
+        self._train_batch, self._take_batches = trainer.training_step, trainer.get_batch_samples
         self._ends: list[float] = []
         """Times at which steps ended; that of a step in the middle is not waited for on a GPU."""
         self._sizes: list[list[tuple[Any, Any]]] = [[]]
         """Tokens and samples of the batches of each step, and of the step that has begun."""
-        trainer.training_step = self._counted
+        self._loading: list[float] = [0.0]
+        """Seconds in which each step, and the step that has begun, waited for its batches."""
+        self._waits = ExitStack()
+        self._of_device: list[warnings.WarningMessage] | None = None
+        trainer.training_step, trainer.get_batch_samples = self._counted, self._loaded
         trainer.add_callback(self)
+
+    def _loaded(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        try:
+            return self._take_batches(*args, **kwargs)
+        finally:
+            self._loading[-1] += time.time() - began
 
     def _counted(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(inputs, tuple):  # all sequences of a step: the trainer calls this again for each of them
@@ -155,19 +197,32 @@ class Clock(TrainerCallback):
         """Note the time. Ends training after the last step, or after the first measured one that ends too late."""
         num_steps = len(self._ends) + 1
         is_late = num_steps > WARM and time.time() > self._until
+        if num_steps == WARM:
+            self._waits.close()
         if args.device.type == "cuda" and (is_late or num_steps in (1, WARM, state.max_steps)):
             torch.cuda.synchronize()
+        if num_steps == 1:
+            self._trainer.first_batches = None  # the proof would look again, in a step that is measured
+        if args.device.type == "cuda" and num_steps == 1:
+            self._of_device = self._waits.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            self._waits.callback(torch.cuda.set_sync_debug_mode, "default")
         self._ends.append(time.time())
         self._sizes.append([])
+        self._loading.append(0.0)
         control.should_training_stop = control.should_training_stop or is_late
 
     def measured(self, began: float) -> dict[str, Any]:
         """Sum up the steps after those that warm up."""
         sizes = [one for of_step in self._sizes[WARM:-1] for one in of_step]
+        waits = self._of_device
         return {
             "seconds_to_step_1": self._ends[0] - began,
             "steps": len(self._ends) - WARM,
             "seconds": self._ends[-1] - self._ends[WARM - 1],
+            "seconds_loading": sum(self._loading[WARM:-1]),
+            "host_waits": None if waits is None else sum("synchronizing CUDA" in str(one.message) for one in waits),
             "tokens": sum(int(tokens) for tokens, _ in sizes),
             "samples": sum(int(samples) for _, samples in sizes),
         }

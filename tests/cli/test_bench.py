@@ -2,13 +2,14 @@
 
 import json
 import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from swift_vlpack.cli import bench
-from swift_vlpack.cli.bench import PhaseFailed, bench_report, bench_text, demo_rows
+from swift_vlpack.cli.bench import PhaseFailed, bench_page, bench_report, bench_text, demo_rows
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.host.launch import train_launch
 from swift_vlpack.rows.source import RowSource
@@ -25,12 +26,13 @@ ABOUT = {
     "model": {"type": FAMILY, "parameters": 6_236_224, "dtype": "bfloat16", "attention": "vlpack"},
     "rows": 80,
     "options": {"max_length": 1024, "packing_strategy": "exact"},
+    "proofs": ["attention vlpack: varlen, equal to the reference", "isolation verified: max difference 0.0"],
 }
 
 
 def one(tokens, seconds=2.0, **more):
     found = {"tokens": tokens, "samples": 10, "seconds": seconds, "steps": 20, "peak_bytes": 3 * GB}
-    return {**found, "seconds_to_step_1": 12.34, **more}
+    return {**found, "seconds_to_step_1": 12.34, "seconds_loading": seconds / 4, "host_waits": 7, **more}
 
 
 @pytest.fixture
@@ -67,10 +69,19 @@ def test_screen_begins_with_versions_and_device(runs):
     assert lines[2] == "model        qwen2_5_vl, 6,236,224 parameters, bfloat16, attention vlpack"
     assert lines[4] == "options      max_length=1024, packing_strategy=exact"
     (packs,) = [line.split() for line in lines if line.startswith("packs")]
-    assert packs == ["packs", "1500", "5.0", "3.00", "3", "GB", "12.3", "s", "3"]
+    assert packs == ["packs", "1500", "5.0", "3.00", "3", "GB", "12.3", "s", "25%", "7", "3"]
+    assert lines[5:7] == [f"{label:13}{said}" for label, said in zip(("proofs", ""), ABOUT["proofs"], strict=True)]
     assert any(re.fullmatch(r"share=media +did not run: no two rows share media", line) for line in lines)
     assert len(lines) <= 24
     assert all(len(line) <= 120 for line in lines)
+
+
+def test_page_is_the_screen_and_every_number(runs):
+    """CLI-39"""
+    report = report_of(runs)
+    page = bench_page(report)
+    assert page.startswith(f"# vlpack bench: {FAMILY} on NVIDIA A100\n\n```text\n{bench_text(report)}\n```\n")
+    assert json.loads(page.partition("```json\n")[2].partition("```")[0]) == report
 
 
 def test_without_a_padded_run_there_is_no_ratio(runs):
@@ -155,6 +166,9 @@ class Trainer:
     def training_step(self, model, inputs):
         return "loss"
 
+    def get_batch_samples(self, batches):
+        return batches
+
 
 def batch(*lengths):
     width = max(lengths)
@@ -167,17 +181,28 @@ def clocked(monkeypatch):
     """What a clock measured of steps of two batches that take a second each, and how many it let the run train."""
     from swift_vlpack.cli import bench_run
 
-    def run(*, until, num_steps=6):
+    def run(*, until, num_steps=6, device="cpu"):
         now, trainer = [100.0], Trainer()
         monkeypatch.setattr(bench_run.time, "time", lambda: now[0])
+        take, modes = trainer.get_batch_samples, ["default"]
+        monkeypatch.setattr(
+            trainer, "get_batch_samples", lambda of_step: (now.insert(0, now[0] + 0.25), take(of_step))[1]
+        )
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
         clock, control = bench_run.Clock(trainer, until), SimpleNamespace(should_training_stop=False)
-        args, state = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(max_steps=num_steps)
+        args, state = SimpleNamespace(device=torch.device(device)), SimpleNamespace(max_steps=num_steps)
         taken = 0
         while taken < num_steps and not control.should_training_stop:
-            assert trainer.training_step(None, batch(3, 5)) == trainer.training_step(None, batch(4)) == "loss"
-            now[0] += 1.0
+            for one in trainer.get_batch_samples([batch(3, 5), batch(4)]):
+                assert trainer.training_step(None, one) == "loss"
+            if modes[-1] == "warn":
+                for said in ("called a synchronizing CUDA operation", "another warning") * 3:
+                    warnings.warn(said, stacklevel=1)
+            now[0] += 0.75
             taken += 1
             clock.on_step_end(args, state, control)
+        assert (modes[-1], trainer.first_batches) == ("default", None)
         return clock.measured(95.0), taken
 
     return run
@@ -186,7 +211,13 @@ def clocked(monkeypatch):
 def test_steps_that_warm_up_are_not_measured(clocked):
     """CLI-22"""
     measured, _ = clocked(until=1000.0)
-    assert measured == {"seconds_to_step_1": 6.0, "steps": 4, "seconds": 4.0, "tokens": 48, "samples": 12}
+    of_data = {"tokens": 48, "samples": 12, "seconds_loading": 1.0}
+    assert measured == {"seconds_to_step_1": 6.0, "steps": 4, "seconds": 4.0, "host_waits": None, **of_data}
+
+
+def test_waits_for_the_device_are_counted_in_the_second_step(clocked):
+    """CLI-22: as PyTorch warns of them on a GPU."""
+    assert clocked(until=1000.0, device="cuda")[0]["host_waits"] == 3
 
 
 def test_late_run_measures_one_step_at_least(clocked):

@@ -43,17 +43,22 @@ def test_demo_is_measured_in_every_way(tiny_folder, tmp_path):
     done = run("bench", "--config", tmp_path / "train.yaml", "--demo", *few, cwd=folder)
     assert done.stdout.startswith("versions     swift_vlpack ")
     assert "vlpack bench: training, padding_free" in done.stderr
-    assert list(folder.iterdir()) == [folder / "bench.json"]
+    assert sorted(folder.iterdir()) == [folder / "bench.json", folder / "bench.md"]
     assert not (tmp_path / "out").exists()
-    text = (folder / "bench.json").read_text()
+    text, page = ((folder / name).read_text() for name in ("bench.json", "bench.md"))
     report = json.loads(text)
+    assert done.stdout in page
+    for begin in ("attention vlpack:", "isolation verified: max", "isolation verified in training: the first"):
+        assert any(line.startswith(begin) for line in report["proofs"])
     assert [*report["ways"]] == ["packs", "samples", "share=media", "padded", "padding_free"]
     for found in report["ways"].values():
         assert found["tokens_per_second"] > 0
         assert found["samples_per_second"] > 0
         assert found["peak_bytes"] > 2**20
         assert found["seconds_to_step_1"] > 1
+        assert 0 <= found["loading_share"] < 1
         assert [turn["steps"] for turn in found["turns"]] == [1]
     assert report["is_demo"]
     assert report["options"]["max_length"] == report["options"]["packing_length"] == 1024
     assert not [name for name in (str(tmp_path), platform.node(), "/") if name in text]
+    assert str(tmp_path) not in page
