@@ -19,6 +19,7 @@ NUMBERS = ("plan", "runlog")
 TENSORS = ("rows", "lengths", "attention", "feed", "proof")
 BASE = (
     "config",
+    "cores",
     "gone",
     "reasons",
     "errors",

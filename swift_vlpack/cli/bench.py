@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import statistics
@@ -26,6 +25,7 @@ import numpy as np
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags, shown
 from swift_vlpack.cli.in_run import end_by_signal, in_run, own_command, run_named
 from swift_vlpack.config import PackingConfig
+from swift_vlpack.cores import num_cores
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
 from swift_vlpack.host.path_checks import check_file
@@ -192,7 +192,7 @@ def bench_report(
     """Put the runs of each way together: medians of turns. Has no paths, and no names of machines or data."""
     return {
         **runs[FIRST][0]["about"],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "is_demo": is_demo,
         "steps": num_steps,
         "ways": {way: _of_way(found) for way, found in runs.items()},

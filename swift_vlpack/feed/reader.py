@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset, get_worker_info
 
 from swift_vlpack.config import PackingConfig
+from swift_vlpack.cores import num_cores
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.units import Unit, UnitsOfPack
@@ -188,6 +189,4 @@ def threads_per_worker() -> int:
     """Return this worker's share of the cores. All ranks on the machine and their workers have equal shares."""
     worker = get_worker_info()
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
-    # Count the cores that this process may use: a container may have fewer than its machine.
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, num_cores // num_sharing)
+    return max(1, num_cores() // num_sharing)
