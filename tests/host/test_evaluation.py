@@ -104,7 +104,7 @@ def eval_loss_on_two_ranks(flags, folder):
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, telling({"loss_scale": "all", "is_binary_loss_scale": "false"}), telling({"label_smoothing_factor": 0.1})],
+    [{}, {"loss_scale": "all", "is_binary_loss_scale": "false"}, telling({"label_smoothing_factor": 0.1})],
     ids=["", "weighted", "smoothed"],
 )
 def test_mean_over_tokens_is_the_same_on_any_number_of_ranks(flags, small_folder, tmp_path):

@@ -19,6 +19,8 @@ print(gc.get_freeze_count(), gc.isenabled())
 
 @pytest.mark.slow
 @pytest.mark.telling
+@pytest.mark.slow
+@pytest.mark.telling
 @pytest.mark.parametrize(("program", "passes_over"), [("swift/cli/sft.py", True), ("notebook/cell.py", False)])
 def test_collections_of_a_process_that_only_trains_pass_over_what_is_imported(program, passes_over, tmp_path):
     """TRAIN-28: from where the plugin is loaded; in a notebook a former model has to be collected."""

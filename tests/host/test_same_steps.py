@@ -38,6 +38,7 @@ from tests.host.same_steps import (
 )
 from tests.host.test_export import flags_of, ours
 from tests.images import BROKEN, make
+from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 23
@@ -80,9 +81,9 @@ def saved(output):
     ("family", "batch_size", "accumulation", "more"),
     [
         ("qwen2_5_vl", 2, 3, {}),
-        ("qwen3_vl", 4, 1, {"tuner_type": "lora", "lora_dropout": 0, "gradient_checkpointing": "false"}),
-        ("qwen2_5_vl", 1, 12, {"freeze_vit": "false", "train_dataloader_shuffle": "false"}),
-        ("qwen2_5_vl", 2, 2, {"group_by_length": "true"}),
+        telling("qwen3_vl", 4, 1, {"tuner_type": "lora", "lora_dropout": 0, "gradient_checkpointing": "false"}),
+        telling("qwen2_5_vl", 1, 12, {"freeze_vit": "false", "train_dataloader_shuffle": "false"}),
+        telling("qwen2_5_vl", 2, 2, {"group_by_length": "true"}),
         ("qwen2_5_vl", 3, 2, {"dataloader_drop_last": "true", "dataloader_num_workers": 2}),
     ],
 )
@@ -190,7 +191,7 @@ def test_other_objectives_are_refused_by_name(  # noqa: PLR0913 - a case, and fi
         train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **recipe(2, 1, dataset=dataset, **flags)))
 
 
-@pytest.mark.parametrize("is_decoded_ahead", [True, False])
+@pytest.mark.parametrize("is_decoded_ahead", [True, telling(False)])
 def test_broken_image_makes_the_steps_others_and_that_is_said(
     is_decoded_ahead, dataset, small_folder, tmp_path, options, monkeypatch
 ):
@@ -267,7 +268,7 @@ def test_a_text_model_and_rows_that_fail(text_folder, tmp_path, record, options)
     assert max(largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))) < 1e-5
 
 
-@pytest.mark.parametrize("more", [{}, {"group_by_length": "true"}], ids=str)
+@pytest.mark.parametrize("more", [{}, telling({"group_by_length": "true"})], ids=str)
 def test_cached_rows_come_in_the_batches_of_plain(more, held_out, small_folder, tmp_path, record, options):
     """SAME-1: beside other rows; plain deletes those of the other rows that it cannot encode, and no cached ones."""
     rows, others = (numbered_rows(tmp_path / name, num) for name, num in (("rows", 13), ("others", 8)))

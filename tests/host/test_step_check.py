@@ -64,7 +64,7 @@ def items_of_first_sequence(monkeypatch):
     ("sabotage", "said"),
     [
         (backward_divided, "backward begins at"),
-        (divided_by_accumulation_too, "backward begins at"),
+        telling(divided_by_accumulation_too, "backward begins at"),
         (items_of_first_sequence, "losses are divided by"),
     ],
 )

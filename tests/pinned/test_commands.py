@@ -18,7 +18,7 @@ import pytest
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options, restored_environment
 from tests.host.runs import SMALL_VOCABULARY, argv, packed_argv, train
-from tests.marks import TELLING
+from tests.marks import TELLING, telling
 from tests.pinned import pins
 from tests.pinned.adapter import of_a_run, vlpack
 
@@ -101,7 +101,7 @@ def test_plan_of_a_run_is_as_pinned(num_ranks, flags, tmp_path):
     pins.check("reports", f"plan of a run, {num_ranks} ranks", {**without_clock(report), "ids left out": ids})
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", telling("qwen3_vl")])
 def test_tensors_of_packs_are_as_pinned(family, small_folder, data, tmp_path):
     """Tokens, labels, positions and boundaries, as they go to the model."""
     packing_options(packing_cache_dir=str(tmp_path / "lengths"), **OPTIONS)

@@ -14,7 +14,7 @@ import pytest
 from tests.data_rows import text_row, write_jsonl
 from tests.environment import packing_options, restored_environment
 from tests.host.runs import packed_argv, train
-from tests.marks import TELLING
+from tests.marks import quick_only
 from tests.pinned import pins
 from tests.pinned.adapter import packs_trained, put_state, states_in
 
@@ -35,8 +35,7 @@ RUNS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "stream, second epoch": (BUFFER, {**STREAM, "at": 6}),
     "stream, two workers": (BUFFER, {**STREAM, "dataloader_num_workers": 2}),
 }
-SLOW = {"planned, second epoch", "buffer, second epoch", "two sources", "stream, two workers"}
-CASES = [pytest.param(name, marks=TELLING) if name in SLOW else name for name in RUNS]
+CASES = quick_only(("planned", "stream"), RUNS)
 
 
 @pytest.fixture(scope="module")
