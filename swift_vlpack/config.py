@@ -215,9 +215,14 @@ class PackingConfig:
         strategy_named(self.packing_strategy)  # raises for an unknown strategy
         for refusal in _refusals(self):
             raise ConfigError(refusal)
+        for name, why in _without_effect(self).items():
+            if name in self.changed():
+                _warn(f"{name}={getattr(self, name)} has no effect under {why}")
+                object.__setattr__(self, name, self.__dataclass_fields__[name].default)
         if self.packing_min_fill_ratio < LEAST_FILL_RATIO:
             # Only warn: the default is higher, so the user chose this value.
-            _warn_of_low_fill(self.packing_min_fill_ratio)
+            ratio = self.packing_min_fill_ratio
+            _warn(f"packing_min_fill_ratio={ratio} is below {LEAST_FILL_RATIO}: packs may leave half empty")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], **defaults: Any) -> PackingConfig:
@@ -485,19 +490,20 @@ def _refusals(config: PackingConfig) -> Iterator[str]:
             )
     if config.packing_share_max < 2:
         yield f"packing_share_max must be at least 2, got {config.packing_share_max}; packing_share=none shares nothing"
-    no_effect = {
-        name: "packing_batch=samples, which packs each step by itself and drops nothing; leave it out"
-        for name in ("packing_buffer", "packing_min_fill_ratio", "packing_drop_last")
-        if config.packing_batch == SAMPLES
-    }
+
+
+def _without_effect(config: PackingConfig) -> dict[str, str]:
+    """Return the options that another option makes useless, with that option in words. They keep their defaults."""
+    useless = {}
+    if config.packing_batch == SAMPLES:
+        why = "packing_batch=samples, which packs each step by itself and drops nothing"
+        useless = dict.fromkeys(("packing_buffer", "packing_min_fill_ratio", "packing_drop_last"), why)
     if not config.shares_media:
-        no_effect["packing_share_max"] = "packing_share=none; set packing_share=media, or leave it out"
-    for name in config.changed():
-        if name in no_effect:
-            yield f"{name}={getattr(config, name)} has no effect under {no_effect[name]}"
+        useless["packing_share_max"] = "packing_share=none; packing_share=media shares"
+    return useless
 
 
 @cache
-def _warn_of_low_fill(ratio: float) -> None:
+def _warn(said: str) -> None:
     """Warn once in a process, which may make its config many times."""
-    logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)
+    logger.warning("%s", said)

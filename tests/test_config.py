@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_vlpack import PackingConfig, plan
+from swift_vlpack import config as config_room
 from swift_vlpack.config import checked, is_planned, option_names
 from swift_vlpack.errors import ConfigError
 from tests.parsed import nodes_of
@@ -295,15 +296,31 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
     ("options", "message"),
     [
         ({"packing_share": "images"}, "packing_share must be one of none, media, got 'images'"),
-        ({"packing_share_max": 4}, "packing_share_max=4 has no effect under packing_share=none"),
         ({"packing_share": "media", "packing_share_max": 1}, "must be at least 2, got 1; packing_share=none"),
         ({"packing_share": "media", "packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
     ],
 )
-def test_sharing_without_effect_is_refused(options, message):
+def test_sharing_that_cannot_be_is_refused(options, message):
     """SHARE-2"""
     with pytest.raises(ConfigError, match=message):
         PackingConfig(packing_length=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("other", "name", "value"),
+    [
+        ({"packing_batch": "samples"}, "packing_buffer", 77),
+        ({"packing_batch": "samples"}, "packing_min_fill_ratio", 0.77),
+        ({"packing_batch": "samples"}, "packing_drop_last", False),
+        ({}, "packing_share_max", 7),
+    ],
+)
+def test_option_without_effect_is_ignored_with_a_warning(other, name, value, caplog):
+    """CONF-12: the plan and the state of a run are those without it."""
+    config_room._warn.cache_clear()
+    config = PackingConfig(packing_length=8, **other, **{name: value})
+    assert config == PackingConfig(packing_length=8, **other)
+    assert f"{name}={value} has no effect under packing_" in caplog.text
 
 
 def test_streams_share_nothing():

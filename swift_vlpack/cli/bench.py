@@ -16,15 +16,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags, shown
+from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import end_by_signal, in_run, own_command, run_named
-from swift_vlpack.config import PackingConfig
 from swift_vlpack.cores import num_cores
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
@@ -33,13 +31,10 @@ from swift_vlpack.host.run_flags import given_options
 from swift_vlpack.lines import labelled, listed, size, table
 from swift_vlpack.words import counted
 
-_USUAL = {spec.name: (f"--{spec.name}", shown(spec.default)) for spec in fields(PackingConfig)}
-"""The flag of each option at its default: an option that has no effect in a way is refused in it."""
-_ALONE = (*_USUAL["packing_share"], *_USUAL["packing_share_max"])
-_OF_PACKS = (*_USUAL["packing_buffer"], *_USUAL["packing_min_fill_ratio"], *_USUAL["packing_drop_last"])
+_ALONE = ("--packing_share", "none")
 WAYS = {
     "packs": ("--packing_batch", "packs", *_ALONE),
-    "samples": ("--packing_batch", "samples", *_ALONE, *_OF_PACKS),
+    "samples": ("--packing_batch", "samples", *_ALONE),
     "share=media": ("--packing_batch", "packs", "--packing_share", "media"),
     "padded": _ALONE,
     "padding_free": _ALONE,

@@ -178,7 +178,6 @@ def test_a_resumed_run_goes_on_with_the_next_step(dataset, small_folder, tmp_pat
         ({}, {"packing_overflow": "truncate"}, "packing_overflow=truncate cuts rows"),
         ({"truncation_strategy": "split"}, {}, "packing_overflow=split cuts rows"),
         ({}, {"packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
-        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has no effect"),
         ({"streaming": "true", "max_steps": 2}, {}, "packing_batch=samples needs data with a length"),
     ],
 )
