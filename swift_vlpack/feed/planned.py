@@ -70,7 +70,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
             samples_per_step = config.effective_batch_size
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
-        self.step = _checked_step(step, self.config, self.dataset)
+        self.step = checked_step(step, self.config, self.dataset)
         """The optimizer step whose samples are kept; None if the packs decide what a step trains."""
         self._unpacked = unpacked
         self._plan_epochs(Extent(num_epochs, num_packs))
@@ -229,7 +229,7 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
     )
 
 
-def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
+def checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
     """Return the step to keep. Raises `ConfigError` if it is missing, or was given but would be ignored."""
     if config.packing_batch != SAMPLES:
         if step is not None:

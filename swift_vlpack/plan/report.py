@@ -186,10 +186,17 @@ def step_size(*, num_packs: int, num_samples: int, num_supervised: int, accumula
 def about_step(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Say in labelled lines what an optimizer step holds, from the facts of a plan (`feed/epoch_report.py`)."""
     if facts.get("kept_steps"):
-        ahead = [("", _PIXELS_UNSEEN)] if facts.get("is_decoded_ahead") else []
-        return [("one step", str(KeptSteps(**facts["kept_steps"]))), *ahead]
+        return about_kept(facts)
     step = StepSize(**facts["step"])
     return [("one step", str(step)), ("", step.remedy)]
+
+
+def about_kept(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say what a step that keeps its samples holds; nothing of other steps."""
+    if not facts.get("kept_steps"):
+        return []
+    ahead = [("", _PIXELS_UNSEEN)] if facts.get("is_decoded_ahead") else []
+    return [("one step", str(KeptSteps(**facts["kept_steps"]))), *ahead]
 
 
 def suggested_length(lengths: NDArray[Any]) -> int:
