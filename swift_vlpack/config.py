@@ -219,6 +219,8 @@ class PackingConfig:
         refuse_gone(*(f"{spec.name}={getattr(self, spec.name)}" for spec in fields(self)))
         alias = ALIASES.get(self.packing_strategy, self.packing_strategy)
         object.__setattr__(self, "packing_strategy", alias)
+        if self.packing_mode == "static":  # CoordExp's word
+            object.__setattr__(self, "packing_mode", "plan")
         strategy_named(self.packing_strategy)  # raises for an unknown strategy
         for refusal in _refusals(self):
             raise ConfigError(refusal)
