@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swift_vlpack.lines import labelled, table
-from swift_vlpack.plan.report import about_kept, about_step, nothing_packed, share_lines, without_target
+from swift_vlpack.plan.report import about_step, nothing_packed, share_lines, without_target
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
 
@@ -17,7 +17,7 @@ def plan_text(report: dict[str, Any]) -> str:
         steps = (
             f"{report['steps_per_epoch']} an epoch, gradient_accumulation_steps {report['gradient_accumulation_steps']}"
         )
-        return labelled([*_about_packs(report), ("steps", steps), *about_kept(report), ("time", time)])
+        return labelled([*_about_packs(report), ("steps", steps), *about_step(report), ("time", time)])
     parts = f"{report['seconds_lengths']:.2f} s for lengths, {report['seconds_plan']:.2f} s for packs"
     return labelled([*run_lines(report), ("time", f"{parts}, {time} in all")])
 
