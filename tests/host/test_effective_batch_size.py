@@ -1,6 +1,7 @@
 """`effective_batch_size`: a step of N packs, whatever the ranks, in `swift sft`, in commands and in PackingDataset."""
 
 import json
+import os
 
 import pytest
 
@@ -77,6 +78,7 @@ def test_what_ranks_cannot_share_is_refused_with_the_nearest_numbers(num_packs, 
 def test_a_mistake_is_one_line_before_an_import(command, dataset, tmp_path, monkeypatch, capsys):
     """CONF-12 CLI-31: from a YAML key, with the ranks of the environment, and beside an accumulation."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execve", lambda *command: pytest.fail("it was started"))
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     for keys, said in (
         ("effective_batch_size: 5", "effective_batch_size=5 cannot be shared by 2 ranks; give 4 or 6"),
