@@ -103,7 +103,7 @@ bench-ways: $(READY)  ## Train the same samples padded, padding_free, in the sam
 same-steps: $(READY)  ## Train steps that keep their samples beside plain swift sft, 50 steps each (15 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.beside_plain $(ARGUMENTS)
 
-scale: $(READY)  ## Measure planning and voting for 64 to 8,192 ranks; prints the tables of docs/scale.md
+scale: $(READY)  ## Measure planning and voting for many ranks; prints the tables of docs/scale.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
 
 soak-long: $(READY)  ## Watch memory, descriptors and step time of runs of 10,000 steps (15 minutes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -22,7 +23,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.gone import refuse_gone
 from swift_vlpack.plan.registry import ALIASES, strategy_named
 from swift_vlpack.plan.strategies import STRATEGIES
-from swift_vlpack.words import did_you_mean
+from swift_vlpack.words import counted, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,12 @@ class PackingConfig:
         (PACKS, SAMPLES),
         decides=_OF_STEPS,
         is_new=True,
+    )
+    effective_batch_size: int | None = _option(
+        None,
+        "packs of an optimizer step over all ranks (samples, under packing_batch=samples): gradient_accumulation_steps "
+        "follows from it; none: from gradient_accumulation_steps",
+        decides=_OF_RUN,
     )
     packing_share: str = _option(
         "none",
@@ -212,6 +219,8 @@ class PackingConfig:
         refuse_gone(*(f"{spec.name}={getattr(self, spec.name)}" for spec in fields(self)))
         alias = ALIASES.get(self.packing_strategy, self.packing_strategy)
         object.__setattr__(self, "packing_strategy", alias)
+        if self.packing_mode == "static":  # CoordExp's word
+            object.__setattr__(self, "packing_mode", "plan")
         strategy_named(self.packing_strategy)  # raises for an unknown strategy
         for refusal in _refusals(self):
             raise ConfigError(refusal)
@@ -273,6 +282,29 @@ class PackingConfig:
         """Return the options that are not at their default."""
         chosen = {spec.name: (getattr(self, spec.name), spec.default) for spec in fields(self)}
         return {name: value for name, (value, default) in chosen.items() if value != default}
+
+    def accumulation(self, num_ranks: int, batch_size: int = 1, given: int | None = None) -> int:
+        """Return how many batches of `batch_size` each rank accumulates for an optimizer step.
+
+        It is `given`, or what `effective_batch_size` needs, or ms-swift's default, which is about 16 samples in a step.
+        Raises `ConfigError` if the ranks cannot share `effective_batch_size`.
+
+        >>> PackingConfig(packing_length=8, effective_batch_size=32).accumulation(num_ranks=8)
+        4
+        """
+        wanted, in_one = self.effective_batch_size, batch_size * num_ranks
+        if wanted is None:
+            return given or max(1, math.ceil(16 / in_one))
+        if given is not None:
+            raise ConfigError(
+                f"effective_batch_size={wanted} and --gradient_accumulation_steps {given} both say what a step takes; "
+                "leave one of them out"
+            )
+        if rest := wanted % in_one:
+            shared = f"{counted(num_ranks, 'rank')}" + (f" x batches of {batch_size}" if batch_size > 1 else "")
+            nearest = " or ".join(str(number) for number in (wanted - rest, wanted - rest + in_one) if number)
+            raise ConfigError(f"effective_batch_size={wanted} cannot be shared by {shared}; give {nearest}")
+        return wanted // in_one
 
     @property
     def sequence_multiple(self) -> int:
@@ -451,7 +483,7 @@ def _refusals(config: PackingConfig) -> Iterator[str]:
         if choices and value not in choices and not spec.metadata["takes_others"]:
             hint = did_you_mean(value, choices) or _HINTS.get(spec.name, "")
             yield f"{spec.name} must be one of {', '.join(choices)}, got {value!r}{hint}"
-    for name in ("packing_length", "packing_buffer", "packing_min_len", *CAPS):
+    for name in ("packing_length", "packing_buffer", "packing_min_len", "effective_batch_size", *CAPS):
         value = getattr(config, name)
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in CAPS else ""

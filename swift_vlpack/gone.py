@@ -1,4 +1,6 @@
-"""Refuse by name what earlier versions had, and say what to do instead. An entry stays for one release.
+"""Refuse by name what earlier versions or other projects have, and say what to do instead.
+
+An entry of an earlier version stays for one release.
 
 >>> refuse_gone("packing_share_min", "packing_buffer")
 Traceback (most recent call last):
@@ -36,10 +38,27 @@ GONE = {
     "vlpack bench --seconds": "give --minutes, the longest time for all runs together",
     **{f"vlpack cache {flag}": _CLEAR for flag in ("--source", "--template", "--model_type", "--older-than")},
 }
+_AT_THE_TOP = "write its keys at the top level, as ms-swift takes them (docs/migrate.md)"
+_REMEMBERED = "lengths are remembered by themselves, in packing_cache_dir; leave it out"
+COORDEXP = {
+    "global_max_length": "max_length is the longest row, and packing_length (max_length, if not given) the pack",
+    "packing_avg_samples": "steps are counted from the plan; leave it out",
+    "packing_wait_timeout_s": "ranks wait for each other as ddp_timeout says; leave it out",
+    "packing_length_precompute_workers": "dataset_num_proc processes measure lengths",
+    "packing_length_cache_persist_every": _REMEMBERED,
+    "static_packing_cache": _REMEMBERED,
+    "encoded_sample_cache": "no sample is kept encoded, and lengths need no pixels; leave it out",
+    **dict.fromkeys(("training", "tuner", "quantization"), _AT_THE_TOP),
+    "custom": "data are named by dataset and val_dataset, or by fusion_config; leave the rest out",
+    "extends": "a file is whole here; write the keys of the other file into it",
+}
+"""Keys of CoordExp that are others here. `effective_batch_size`, `packing_buffer` and more mean the same."""
 
 
 def refuse_gone(*written: str) -> None:
-    """Raise `ConfigError` for the first of these words that is gone."""
+    """Raise `ConfigError` for the first of these words that is gone, or is another project's."""
     for what in written:
         if what in GONE:
             raise ConfigError(f"{what} is gone: {GONE[what]}")
+        if what in COORDEXP:
+            raise ConfigError(f"{what} is a key of CoordExp: {COORDEXP[what]}")

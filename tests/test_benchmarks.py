@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -43,6 +45,33 @@ def test_proof_that_is_switched_off_is_said_beside_the_numbers():
     for name in without:
         named = [text for text in sections if re.search(rf"benchmarks.{name}\b|make {name}\b", text)]
         assert any("packing_verify=false" in text for text in named), name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "same_steps --capacities 8192",
+        pytest.param("scale --quick", marks=pytest.mark.slow),
+        pytest.param("strategies --quick", marks=pytest.mark.slow),
+        pytest.param("documents --num_documents 20", marks=pytest.mark.slow),
+        pytest.param("export --rows 12 --size 64 48 --processes 1", marks=pytest.mark.slow),
+    ],
+)
+def test_benchmark_that_a_page_names_runs_at_its_smallest(command):
+    """DOC-5: and prints a table, or a line for each run."""
+    done = subprocess.run(
+        [sys.executable, "-m", *f"benchmarks.{command}".split()], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr[-2000:]
+
+
+def test_benchmarks_that_pages_name_are_there():
+    """DOC-5"""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "RESULTS.md", ROOT / "Makefile"]
+    named = {name for page in pages for name in re.findall(r"\bbenchmarks\.([a-z_]+)\b", page.read_text())} - {"py"}
+    there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert len(named & there) > 8
+    assert named - there == set()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ DESIGN_OPTIONS = {
     "packing_mode": "auto",
     "packing_strategy": "binpack",
     "packing_batch": "packs",
+    "effective_batch_size": None,
     "packing_share": "none",
     "packing_share_max": 16,
     "packing_buffer": 512,
@@ -151,6 +152,7 @@ OTHER_VALUES = {
     "packing_length": 9,
     "packing_mode": "plan",
     "packing_batch": "samples",
+    "effective_batch_size": 4,
     "packing_share": "none",
     "packing_share_max": 4,
     "packing_strategy": "greedy",
@@ -206,7 +208,7 @@ SHOWN_ELSEWHERE = {
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("packing_overflow", "packing_stride", "packing_min_len"),
     *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to", "packing_batch"),
-    *("packing_share", "packing_share_max"),
+    *("packing_share", "packing_share_max", "effective_batch_size"),
 }
 """What these do is shown beside the code that does it."""
 
@@ -342,7 +344,7 @@ def test_every_option_says_what_it_decides_and_a_resume_keeps_all_but_those_of_t
     assert steers_the_run.union(*kept) == set(option_names())
     assert steers_the_run == {
         "packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family", "packing_pad_to",
-        "packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config",
+        "packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config", "effective_batch_size",
     }, "every other option is part of a saved state; see `decides` in swift_vlpack/config.py"  # fmt: skip
     assert config.step_options() == {"packing_batch": "samples", "packing_balance": True}
     assert not {*NEW} & {*PackingConfig(packing_length=8).pack_options()}, "older states have none of them"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.epoch import EpochPlan, num_shared_anywhere, prefixes_in
-from swift_vlpack.plan.report import StepSize, plan_report, sharing_report, step_size
+from swift_vlpack.plan.report import plan_report, sharing_report, step_size
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import kept_steps
 from swift_vlpack.plan.units import NO_KEY
@@ -77,7 +77,7 @@ def plan_facts(
         "packs_per_epoch": len(plan),
         "steps_per_epoch": plan.num_steps if kept else num_steps(plan.packs.num_packs_per_rank, accumulation),
         **({"is_decoded_ahead": True} if is_decoded_ahead else {}),
-        **({"kept_steps": kept} if kept else {"step": size_of_step(plan, accumulation=accumulation).as_json()}),
+        **({"kept_steps": kept} if kept else {"step": size_of_step(plan, accumulation)}),
     }
 
 
@@ -142,16 +142,14 @@ def _alone_by_cause(sources: Sequence[RowSource]) -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items(), key=lambda one: -one[1]["num_rows"]))
 
 
-def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
+def size_of_step(epoch: EpochPlan, accumulation: int) -> dict[str, float]:
     """Count the packs, samples and targets of an optimizer step of the epoch."""
     members = epoch.packs.members
+    supervised, num_ranks = int(epoch.supervised[members].sum()), epoch.num_ranks
     return step_size(
-        num_packs=len(epoch),
-        num_samples=len(members),
-        num_supervised=int(epoch.supervised[members].sum()),
-        accumulation=accumulation,
-        num_ranks=epoch.num_ranks,
-    )
+        num_packs=len(epoch), num_samples=len(members), num_supervised=supervised,
+        accumulation=accumulation, num_ranks=num_ranks,
+    )  # fmt: skip
 
 
 def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:

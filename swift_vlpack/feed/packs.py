@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swift_vlpack.attention.prepare import check_ready, refuse_flat_attention
-from swift_vlpack.config import PackingConfig
+from swift_vlpack.config import PACKS, PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.units import SHARED
 from swift_vlpack.plan.epoch import EpochPlan
@@ -39,6 +39,9 @@ class Packs:
         self.config = config
         self.seed = seed
         self.num_ranks = num_ranks
+        is_asked = config.effective_batch_size is not None and config.packing_batch == PACKS
+        self.accumulation = config.accumulation(num_ranks) if is_asked else 1
+        """Packs that each rank accumulates for an optimizer step, as `effective_batch_size` asks; else 1."""
         # Keep it in shared memory: persistent dataloader workers have the data set as it was when they were started.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 

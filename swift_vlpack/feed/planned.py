@@ -64,9 +64,13 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         self.dataset.measure()
         refuse_unreadable(self.dataset.sources)
         self.dataset = sharing_rows(self.dataset, self.config)
+        if step is None and config.packing_batch == SAMPLES and config.effective_batch_size is not None:
+            if samples_per_step is not None:
+                raise ConfigError("effective_batch_size and samples_per_step both say what a step takes; give one")
+            samples_per_step = config.effective_batch_size
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
-        self.step = _checked_step(step, self.config, self.dataset)
+        self.step = checked_step(step, self.config, self.dataset)
         """The optimizer step whose samples are kept; None if the packs decide what a step trains."""
         self._unpacked = unpacked
         self._plan_epochs(Extent(num_epochs, num_packs))
@@ -225,7 +229,7 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
     )
 
 
-def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
+def checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
     """Return the step to keep. Raises `ConfigError` if it is missing, or was given but would be ignored."""
     if config.packing_batch != SAMPLES:
         if step is not None:
@@ -233,8 +237,8 @@ def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: Fusion
         return None
     if step is None:
         raise ConfigError(
-            "packing_batch=samples keeps the samples of every optimizer step; give PackingDataset samples_per_step, "
-            "the samples of a step over all ranks"
+            "packing_batch=samples keeps the samples of every optimizer step; give effective_batch_size, the samples "
+            "of a step over all ranks (or PackingDataset samples_per_step)"
         )
     if min(step) < 1:
         raise ConfigError(f"samples_per_step must be at least 1, got {step.num_samples}")

@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import inspect
 import logging
-import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -67,7 +66,7 @@ class _Settled:
     unpacked_batch_size: int = 1
     """`per_device_train_batch_size` as the user gave it."""
     accumulation: int = 1
-    """`gradient_accumulation_steps` as the user gave it, or ms-swift's own default."""
+    """`gradient_accumulation_steps` as the user gave it, or as `PackingConfig.accumulation` works it out."""
     lazy_tokenize: bool | None = None
     """`lazy_tokenize` as the user gave it. ms-swift replaces it by a value that depends on packing."""
 
@@ -152,7 +151,7 @@ def settle_options(args: Any) -> None:
     _read_training_file_again()
     values = {"tuner_type": get_supported_tuners(), **{option: registered_values(option) for option in VALUES}}
     registered = Registered(None if args.custom_dataset_info else set(DATASET_MAPPING), values)
-    check_run(vars(args), config, registered)
+    check_run(vars(args), config, registered, num_ranks=num_ranks_of_run())
     _refuse_unknown_types(args)
     if args.truncation_strategy == "split":
         options["packing_overflow"] = _overflow_of_split(options)
@@ -255,7 +254,7 @@ def make_config(args: Any) -> PackingConfig:
     """Make the one `PackingConfig` of the run, and keep it for `packing_config`."""
     settled = _settled[id(args)]
     config = PackingConfig.from_mapping({**settled.options, **{name: getattr(args, name) for name in FIELDS_OF_SWIFT}})
-    given = {"unpacked_batch_size": args.per_device_train_batch_size, "accumulation": _accumulation(args)}
+    given = {"unpacked_batch_size": args.per_device_train_batch_size, "accumulation": _accumulation(args, config)}
     _keep(args, dataclasses.replace(settled, config=config, **given))
     return config
 
@@ -273,7 +272,7 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     if config.packing_batch == SAMPLES:
         _accumulate_by_steps(args)
     else:
-        _fold_batch_size(args)
+        _fold_batch_size(args, config)
     if not plans_ahead(args) or config.packing_loss != "token":
         _count_tokens_of_all_ranks(args)
     if CALLBACK not in args.callbacks:
@@ -327,10 +326,9 @@ def _count_tokens_of_all_ranks(args: Any) -> None:
         )
 
 
-def _accumulation(args: Any) -> int:
-    """Return the accumulation that was given, or ms-swift's own default: about 16 samples in a step."""
+def _accumulation(args: Any, config: PackingConfig) -> int:
     given: int | None = args.gradient_accumulation_steps
-    return given or max(1, math.ceil(16 / args.per_device_train_batch_size / num_ranks_of_run()))
+    return config.accumulation(num_ranks_of_run(), args.per_device_train_batch_size, given)
 
 
 def _accumulate_by_steps(args: Any) -> None:
@@ -347,10 +345,15 @@ def _accumulate_by_steps(args: Any) -> None:
     )
 
 
-def _fold_batch_size(args: Any) -> None:
+def _fold_batch_size(args: Any, config: PackingConfig) -> None:
     """Turn a batch size above 1 into accumulation, because a batch is one pack. The effective batch size stays."""
     per_device = args.per_device_train_batch_size
-    accumulation = args.gradient_accumulation_steps = _accumulation(args)
+    accumulation = args.gradient_accumulation_steps = _accumulation(args, config)
+    if config.effective_batch_size is not None:
+        logger.info(
+            f"packing: effective_batch_size {config.effective_batch_size} makes gradient_accumulation_steps "
+            f"{accumulation} ({num_ranks_of_run()} ranks x batches of {per_device})"
+        )
     if per_device <= 1:
         return
     args.per_device_train_batch_size = 1

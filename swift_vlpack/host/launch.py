@@ -17,9 +17,10 @@ else goes to ms-swift unchanged:
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,12 @@ class TrainLaunch:
     environ: dict[str, str]
     config: PackingConfig
 
+    @property
+    def num_ranks(self) -> int:
+        """Return the ranks as far as variables tell: torchrun also takes `gpu`, and a range of nodes."""
+        counts = (self.environ.get(name, "") for name in ("NPROC_PER_NODE", "NNODES"))
+        return math.prod(int(count) or 1 for count in counts if count.isdecimal())
+
 
 @dataclass(frozen=True, slots=True)
 class RunLaunch:
@@ -118,9 +125,19 @@ def run_launch(
     flags, variables, config = _read_run(argv, environ)
     num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
     own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
+    if needs_gpu and config.effective_batch_size is not None:  # the command trains as one of the ranks would
+        flags = [*flags, "--gradient_accumulation_steps", str(_accumulation(flags, config, num_ranks))]
+        config = replace(config, effective_batch_size=None)
+        own[f"{ENV_PREFIX}EFFECTIVE_BATCH_SIZE"] = "none"
     # If one process saw several GPUs, ms-swift would spread the model over them.
     own |= _gpus_of_a_rank(own, num_ranks) if needs_gpu else {_GPUS: ""}
     return RunLaunch(command, flags, own, config, num_ranks)
+
+
+def _accumulation(flags: Sequence[str], config: PackingConfig, num_ranks: int) -> int:
+    options = given_options(flags)
+    batch_size, given = (options.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    return config.accumulation(num_ranks, batch_size or 1, given)
 
 
 def checked_num_ranks(num_ranks: int) -> int:
@@ -154,7 +171,8 @@ def check_launch(launch: TrainLaunch | RunLaunch) -> None:
     is_plain = all(map(is_our_plugin, plugins))  # another plugin may register more names
     values = {"tuner_type": tuner_types(), **{option: known_values(option) for option in VALUES}}
     registered = Registered((), values) if is_plain else Registered()
-    check_run(options, launch.config, registered, is_training=isinstance(launch, TrainLaunch))
+    is_training = isinstance(launch, TrainLaunch)
+    check_run(options, launch.config, registered, num_ranks=launch.num_ranks, is_training=is_training)
     if is_plain:
         refuse_metric(options)
     check_variables(launch.environ)

@@ -58,7 +58,12 @@ class Registered(NamedTuple):
 
 
 def check_run(
-    options: Mapping[str, Any], config: PackingConfig, registered: Registered, *, is_training: bool = True
+    options: Mapping[str, Any],
+    config: PackingConfig,
+    registered: Registered,
+    *,
+    num_ranks: int = 1,
+    is_training: bool = True,
 ) -> None:
     """Raise `ConfigError` for a run that cannot work, as far as that shows without a model or the network.
 
@@ -70,6 +75,9 @@ def check_run(
         refuse_combinations(options, config)
         sources = read_fusion_config(config.fusion_config) if config.fusion_config else None
     refuse_numbers(options)
+    if config.packing:  # raises if ranks cannot share effective_batch_size
+        accumulation = options.get("gradient_accumulation_steps")
+        config.accumulation(num_ranks, options.get("per_device_train_batch_size") or 1, accumulation)
     _need_model_and_data(options, sources)
     refuse_values(options, registered.values or {})
     if options.get("use_ray"):  # the run is on a cluster, whose folders cannot be checked here

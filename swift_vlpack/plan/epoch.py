@@ -31,12 +31,12 @@ from swift_vlpack.plan.items import is_left_out, must_be_alone
 from swift_vlpack.plan.mix import Mix, Schedule
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import CutRows, Span
-from swift_vlpack.plan.planner import plan
+from swift_vlpack.plan.planner import columns_of, pack_items
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
 from swift_vlpack.plan.units import NO_KEY, Prefixes, Together, Units, stand_together
 from swift_vlpack.reasons import Reason
-from swift_vlpack.words import counted
+from swift_vlpack.words import by_reason, counted
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
 """The rows of an array of sizes. A length of 0 means that the row of data cannot be encoded."""
@@ -250,18 +250,20 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
         raise DataError(f"epoch {epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons")
     of_readable = sizes if len(numbers) == sizes.shape[1] else sizes[:, numbers]
     readable = Units(units.starts[numbers], units.counts[numbers])
-    made = plan(
-        of_readable[LENGTH],
+    made = pack_items(
+        columns_of(of_readable[LENGTH], recipe.config, of_readable[IMAGES], of_readable[PATCHES]),
         recipe.config,
-        images=of_readable[IMAGES],
-        patches=of_readable[PATCHES],
         samples=readable.counts,
         # Use another seed in every epoch: without shuffled rows, packs would come in the order of the epoch before.
         seed=recipe.seed + epoch,
         label=None if name_of is None else lambda item: name_of(*drawn.sample(int(readable.starts[item]))),
     )
     if not len(made):
-        raise DataError(f"epoch {epoch} has no pack; all {len(numbers)} rows were left out: {made.num_dropped}")
+        raise DataError(
+            f"epoch {epoch} has no pack; nothing would be trained: {counted(len(numbers), 'row')} of {len(numbers)} "
+            f"left out ({by_reason(made.num_dropped)}); raise packing_length ({recipe.config.packing_length}) or its "
+            "caps"
+        )
     # A `Plan` needs no supervised tokens, because they decide nothing.
     packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], drawn.shared)
     return PackedEpoch(**of_drawn(drawn), packs=packs)

@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from swift_vlpack.config import SAMPLES, PackingConfig
 from swift_vlpack.errors import DataError
+from swift_vlpack.plan.epoch import Recipe
+from swift_vlpack.plan.mix import Mix, Source
+from swift_vlpack.plan.planner import columns_of
 
 _KNOWN = "a JSON list, or JSON lines; a row is a number, or an object with length or lengths"
 
@@ -17,6 +23,18 @@ class Lengths(NamedTuple):
     tokens: list[int]
     images: list[int] | None
     patches: list[int] | None
+
+    def recipe(self, config: PackingConfig, seed: int) -> Recipe:
+        """Return the recipe of an epoch of these rows: packs keep their order, steps of samples draw them at random."""
+        columns = columns_of(self.tokens, config, self.images, self.patches)
+        sizes = np.stack([*columns.values(), columns["lengths"]])
+        mix = Mix(
+            sources=(Source("lengths", len(self.tokens)),),
+            rows=(None,),
+            seed=seed,
+            shuffle=config.packing_batch == SAMPLES,
+        )
+        return Recipe(sizes=(sizes,), mix=mix, config=config, seed=seed)
 
 
 def read_lengths(path: Path) -> Lengths:

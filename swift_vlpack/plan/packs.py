@@ -214,6 +214,8 @@ class Plan(Sequence[list[int]]):
         """
         if num_ranks < 1:
             raise PlanError(f"num_ranks must be at least 1, got {num_ranks}")
+        if self.batches is not None:
+            raise PlanError("packing_batch=samples packs each step for its ranks: give num_ranks to plan() instead")
         target = -(-len(self) // num_ranks) * num_ranks if num_packs is None else num_packs
         if target % num_ranks:
             raise PlanError(f"{target} packs cannot be shared equally by {num_ranks} ranks; ask for a multiple")

@@ -11,14 +11,18 @@ A plan has the packs that one gets by pushing the items one by one. There is one
 the whole epoch (or, on small data, ms-swift's own packing) if that needs fewer packs than its buffer; `Plan.method`
 says which.
 
-Here any items may share a pack. With `packing_batch=samples`, which keeps the samples of every optimizer step,
-`same_steps.py` packs each step by itself.
+With `packing_batch=samples`, items of one optimizer step alone share packs, and `effective_batch_size` counts them:
+
+>>> steps = PackingConfig(packing_length=10, packing_batch="samples", effective_batch_size=4)
+>>> packs = plan([6, 5, 4, 5, 7, 3], steps, num_ranks=2)
+>>> list(packs), packs.batches.tolist()
+([[0, 2], [1, 3], [4], [5]], [1, 1])
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from numbers import Integral
@@ -27,12 +31,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from swift_vlpack.config import PackingConfig, need_config
-from swift_vlpack.errors import DataError
+from swift_vlpack.config import SAMPLES, PackingConfig, need_config
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.buffer import remainder_to_drop, use_of_caps
 from swift_vlpack.plan.items import Item, is_left_out, must_be_alone
 from swift_vlpack.plan.packer import Label, Packer
 from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.same_steps import UnpackedStep, pack_steps
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.strategies import best_fit_assignment, binpack
 from swift_vlpack.reasons import Reason
@@ -54,27 +59,53 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     *,
     images: ArrayLike | None = None,
     patches: ArrayLike | None = None,
-    samples: NDArray[Any] | None = None,
     seed: int = 0,
+    num_ranks: int = 1,
     label: Label | None = "item {!r}".format,
 ) -> Plan:
-    """Pack a whole epoch of known lengths. `images` and `patches` are counts per item, for caps and costs; else 0.
+    """Plan a whole epoch of known lengths. `images` and `patches` are counts per item, for caps and costs; else 0.
 
-    `samples` has the number of samples of each item; else 1.
+    Under `packing_batch=samples` each step of `num_ranks` takes the next `effective_batch_size` items, and is packed by
+    itself; other plans are shared by `Plan.align`.
     `label` returns the name of an item for the log, if it is left out or alone; None logs nothing.
     """
+    refuse_lengths_alone(config)
+    columns = columns_of(lengths, config, images, patches)
+    if config.packing_batch != SAMPLES:
+        return pack_items(columns, config, seed=seed, label=label)
+    if config.effective_batch_size is None:
+        raise ConfigError(
+            "packing_batch=samples plans optimizer steps: give effective_batch_size, the samples of a step over all "
+            "ranks, or leave packing_batch out"
+        )
+    step = UnpackedStep(config.effective_batch_size, accumulation=1, num_ranks=1)
+    batch = np.arange(len(columns["lengths"])) // step.num_samples
+    return pack_steps(columns.pop("lengths"), batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
+
+
+def refuse_lengths_alone(config: PackingConfig) -> None:
+    """Raise `ConfigError` for options that a plan of mere lengths would ignore."""
     need_config(config)
-    sizes = whole_numbers(lengths, "length", least=1)
-    # A broadcast number is an array of any length that takes no memory.
-    nothing = np.broadcast_to(np.int32(0), len(sizes))
-    inputs = {"config": config, "lengths": sizes, "shared": nothing, "seed": seed}
-    for name, given in (("images", images), ("patches", patches)):
-        if given is None and getattr(config, f"packing_max_{name}") is not None:
-            raise DataError(f"packing_max_{name} is set, but the plan was given no {name} per item")
-        column = nothing if given is None else whole_numbers(given, name, least=0)
-        if len(column) != len(sizes):
-            raise DataError(f"{len(column)} values of {name} for {len(sizes)} lengths")
-        inputs[name] = column
+    for name, needs_no_row in (("packing_overflow", "keep"), ("packing_share", "none")):
+        if (value := getattr(config, name)) != needs_no_row:
+            raise ConfigError(
+                f"{name}={value} needs to know where the media of a row are, which lengths do not say; plan the run "
+                "itself (--config), or leave it out"
+            )
+
+
+def pack_items(
+    columns: Mapping[str, NDArray[np.int32]],
+    config: PackingConfig,
+    *,
+    samples: NDArray[Any] | None = None,
+    seed: int = 0,
+    label: Label | None = None,
+) -> Plan:
+    """Pack items any of which may share a pack. `samples` has the number of samples of each item; else 1."""
+    sizes = columns["lengths"]
+    shared = np.broadcast_to(np.int32(0), len(sizes))
+    inputs = {"config": config, "seed": seed, "shared": shared, **columns}
     samples = np.broadcast_to(np.int32(1), len(sizes)) if samples is None else samples
     planned = _packed_in_buffers(inputs, samples, label)
     if config.packing_strategy != "exact" or config.has_caps:
@@ -90,6 +121,23 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
             planned = whole
     return planned
+
+
+def columns_of(
+    lengths: ArrayLike, config: PackingConfig, images: ArrayLike | None = None, patches: ArrayLike | None = None
+) -> dict[str, NDArray[np.int32]]:
+    """Check lengths, images and patches, and return them by name; absent ones are 0."""
+    columns = {"lengths": whole_numbers(lengths, "length", least=1)}
+    num_items = len(columns["lengths"])
+    # A broadcast number is an array of any length that takes no memory.
+    nothing = np.broadcast_to(np.int32(0), num_items)
+    for name, given in (("images", images), ("patches", patches)):
+        if given is None and getattr(config, f"packing_max_{name}") is not None:
+            raise DataError(f"packing_max_{name} is set, but the plan was given no {name} per item")
+        columns[name] = nothing if given is None else whole_numbers(given, name, least=0)
+        if len(columns[name]) != num_items:
+            raise DataError(f"{len(columns[name])} values of {name} for {num_items} lengths")
+    return columns
 
 
 def _packed_in_buffers(inputs: dict[str, Any], samples: NDArray[Any], label: Label | None) -> Plan:

@@ -1,14 +1,13 @@
 """Report a plan in numbers, and warn of options that a user would regret.
 
 >>> step = step_size(num_packs=10, num_samples=80, num_supervised=2400, accumulation=16, num_ranks=2)
->>> step.num_packs, step.num_samples, step.num_samples_unpacked, step.accumulation_as_unpacked
+>>> step["num_packs"], step["num_samples"], step["num_samples_unpacked"], step["accumulation_as_unpacked"]
 (32, 256.0, 32, 2)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -128,59 +127,28 @@ def _times(whole: int, part: int) -> str:
     return f"{whole / max(1, part):.2f}x"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSize:
-    """The size of one optimizer step over all ranks: packed, and with the same options without packing."""
+def step_size(
+    *, num_packs: int, num_samples: int, num_supervised: int, accumulation: int, num_ranks: int
+) -> dict[str, float]:
+    """Return the size of a step of all ranks from the totals of an epoch: packed, and un-packed with the same options.
 
-    num_packs: int
-    num_samples: float
-    """Mean over the epoch."""
-    num_supervised_tokens: float
-    num_samples_unpacked: int
-    num_supervised_tokens_unpacked: float
-    accumulation_as_unpacked: int
-    """The `gradient_accumulation_steps`, at batch size 1, that gives a step about as many samples as un-packed."""
-    num_samples_then: float
-    """Samples of a step with that accumulation. More than un-packed if a single pack on each rank holds more."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the numbers under their names, rounded."""
-        return {name: round(value, 1) for name, value in asdict(self).items()}
-
-    def __str__(self) -> str:
-        return (
-            f"{counted(self.num_packs, 'pack')} with about {self.num_samples:.0f} samples and "
-            f"{self.num_supervised_tokens:.0f} supervised tokens; un-packed it would be "
-            f"{counted(self.num_samples_unpacked, 'sample')} and {self.num_supervised_tokens_unpacked:.0f}"
-        )
-
-    @property
-    def remedy(self) -> str:
-        """Name the options that give a step the un-packed number of samples."""
-        return (
-            f"per_device_train_batch_size 1 with gradient_accumulation_steps {self.accumulation_as_unpacked} makes it "
-            f"about {self.num_samples_then:.0f} samples a step"
-        )
-
-
-def step_size(*, num_packs: int, num_samples: int, num_supervised: int, accumulation: int, num_ranks: int) -> StepSize:
-    """Compute the size of a step from the totals of an epoch.
-
-    `accumulation` is batch size times accumulation: packing folds them into one, because a sequence is a pack.
+    `accumulation` is batch size times accumulation: packing folds them into one, because a sequence is a pack. The
+    `accumulation_as_unpacked`, at batch size 1, gives a step about as many samples as un-packed: `num_samples_then`.
     """
     packs_per_step = accumulation * num_ranks
     samples_per_pack = num_samples / max(1, num_packs)
     supervised_per_sample = num_supervised / max(1, num_samples)
     as_unpacked = max(1, round(accumulation / max(1.0, samples_per_pack)))
-    return StepSize(
-        num_packs=packs_per_step,
-        num_samples=packs_per_step * samples_per_pack,
-        num_supervised_tokens=packs_per_step * samples_per_pack * supervised_per_sample,
-        num_samples_unpacked=packs_per_step,
-        num_supervised_tokens_unpacked=packs_per_step * supervised_per_sample,
-        accumulation_as_unpacked=as_unpacked,
-        num_samples_then=as_unpacked * num_ranks * samples_per_pack,
-    )
+    size = {
+        "num_packs": packs_per_step,
+        "num_samples": packs_per_step * samples_per_pack,
+        "num_supervised_tokens": packs_per_step * samples_per_pack * supervised_per_sample,
+        "num_samples_unpacked": packs_per_step,
+        "num_supervised_tokens_unpacked": packs_per_step * supervised_per_sample,
+        "accumulation_as_unpacked": as_unpacked,
+        "num_samples_then": as_unpacked * num_ranks * samples_per_pack,
+    }
+    return {name: round(value, 1) for name, value in size.items()}
 
 
 def about_step(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -188,8 +156,19 @@ def about_step(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if facts.get("kept_steps"):
         ahead = [("", _PIXELS_UNSEEN)] if facts.get("is_decoded_ahead") else []
         return [("one step", str(KeptSteps(**facts["kept_steps"]))), *ahead]
-    step = StepSize(**facts["step"])
-    return [("one step", str(step)), ("", step.remedy)]
+    if "step" not in facts:  # lengths alone do not say what is trained
+        return []
+    step = facts["step"]
+    packed = f"{step['num_samples']:.0f} samples and {step['num_supervised_tokens']:.0f} supervised tokens"
+    unpacked = f"{counted(step['num_samples_unpacked'], 'sample')} and {step['num_supervised_tokens_unpacked']:.0f}"
+    remedy = (
+        f"per_device_train_batch_size 1 with gradient_accumulation_steps {step['accumulation_as_unpacked']} makes it "
+        f"about {step['num_samples_then']:.0f} samples a step"
+    )
+    return [
+        ("one step", f"{counted(step['num_packs'], 'pack')} with about {packed}; un-packed it would be {unpacked}"),
+        ("", remedy),
+    ]
 
 
 def suggested_length(lengths: NDArray[Any]) -> int:

@@ -278,12 +278,14 @@ def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep)
     KeptSteps(num_samples=2, num_sequences=1.0, padding_saved=0.2)
     """
     assert packs.batches is not None
+    num_sequences = round(float(packs.batches.mean()) * packs.num_ranks, 4)
+    return KeptSteps(size.num_samples, num_sequences, padding_saved(packs, batch))
+
+
+def padding_saved(packs: Plan, batch: NDArray[np.integer[Any]]) -> float:
+    """Return the share of the tokens of padded batches that packs do not compute; `batch` has the one of each item."""
     lengths, numbers = packs.lengths[packs.members], batch[packs.members]
     longest = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(longest, numbers, lengths)
     num_padded = int(longest[numbers].sum())
-    return KeptSteps(
-        size.num_samples,
-        round(float(packs.batches.mean()) * packs.num_ranks, 4),
-        round(1 - int(packs.num_tokens_per_pack.sum()) / max(1, num_padded), 4),
-    )
+    return round(1 - int(packs.num_tokens_per_pack.sum()) / max(1, num_padded), 4)

@@ -9,17 +9,24 @@ sources:
     system: You describe images.   # for rows without a system prompt
     max_pixels: 602112             # pixel limit of its images
     seed: 7                        # seed of its draws
+
+A file of CoordExp is taken as well: `targets` are sources, and an entry with `train_jsonl` has its name as `dataset`.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.gone import refuse_gone
 from swift_vlpack.plan.mix import RATIOS_BY
 from swift_vlpack.yaml_files import read_yaml
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +55,14 @@ def _kinds_of(hint: Any) -> tuple[type, ...]:
 KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(SourceSpec).items()}
 """The types that each key of a source may have."""
 
+_UNUSED = ("template", "mode", "augmentation_enabled", "curriculum_enabled")
+"""Keys of an entry that change nothing in CoordExp either, without its augmentation."""
+_INSTEAD = {
+    "sample_without_replacement": "give a ratio of at most 1, and take it out here",
+    "system_prompt": "write system",
+    "user_prompt": "write it into the rows",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusionConfig:
@@ -60,6 +75,10 @@ class FusionConfig:
 def read_fusion_config(path: str) -> FusionConfig:
     """Read and check the file. Raises `ConfigError`, which names the file, the source and the key."""
     content = read_yaml(Path(path), f"fusion_config {path}")
+    if isinstance(content, dict):
+        refuse_gone(*content)
+        if isinstance(targets := content.pop("targets", None), list):
+            content["sources"] = [*targets, *(content.get("sources") or [])]
     if (
         not isinstance(content, dict)
         or not isinstance(content.get("sources"), list)
@@ -90,6 +109,8 @@ def specs_of(datasets: list[str]) -> list[SourceSpec]:
 def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
     if isinstance(entry, str):
         entry = {"dataset": entry}
+    if isinstance(entry, dict) and "train_jsonl" in entry:
+        entry = _of_coordexp(entry, where)
     if not isinstance(entry, dict) or "dataset" not in entry:
         raise ConfigError(f"{where}: expected a mapping with the key dataset, got {entry!r}")
     for key, value in entry.items():
@@ -109,6 +130,24 @@ def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
     if not Path(dataset).exists() and (folder / dataset).exists():
         dataset = str(folder / dataset)
     return SourceSpec(**{"name": _name_of(dataset), **entry, "dataset": dataset})
+
+
+def _of_coordexp(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return an entry of a CoordExp file as one of ours. Raises `ConfigError` for what would be mixed otherwise."""
+    given = {key: value for key, value in entry.items() if value is not None and key not in _UNUSED}
+    for key, instead in _INSTEAD.items():
+        if given.pop(key, False):
+            raise ConfigError(f"{where}: {key} is a key of CoordExp: {instead}")
+    if given.pop("val_jsonl", None):
+        _warn_of_validation(where)
+    dataset = given.pop("train_jsonl")
+    return {"name": given.get("dataset"), **given, "dataset": dataset}
+
+
+@cache
+def _warn_of_validation(where: str) -> None:
+    """Warn once in a process, which reads the file several times."""
+    logger.warning("%s: val_jsonl is not read; name rows for evaluation by val_dataset", where)
 
 
 def _name_of(dataset: str) -> str:

@@ -14,7 +14,10 @@ def plan_text(report: dict[str, Any]) -> str:
     """Write the report for a reader: of a file of lengths, or of a run, whose report also has `sources`."""
     time = f"{report['seconds']:.2f} s"
     if "sources" not in report:
-        return labelled([*_about_packs(report), ("time", time)])
+        steps = (
+            f"{report['steps_per_epoch']} an epoch, gradient_accumulation_steps {report['gradient_accumulation_steps']}"
+        )
+        return labelled([*_about_packs(report), ("steps", steps), *about_step(report), ("time", time)])
     parts = f"{report['seconds_lengths']:.2f} s for lengths, {report['seconds_plan']:.2f} s for packs"
     return labelled([*run_lines(report), ("time", f"{parts}, {time} in all")])
 

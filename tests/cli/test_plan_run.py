@@ -12,6 +12,7 @@ import pytest
 import requests
 
 from swift_vlpack.cli.plan import training_report
+from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
@@ -323,10 +324,10 @@ def test_launched_ranks_count_where_no_plan_is_made(monkeypatch):
     for ranks, accumulation in ((None, 4), (8, 2)):
         args = SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=None)
         if ranks is None:
-            _fold_batch_size(args)
+            _fold_batch_size(args, PackingConfig(packing_length=8))
         else:
             with counted_as(ranks):
-                _fold_batch_size(args)
+                _fold_batch_size(args, PackingConfig(packing_length=8))
         assert args.gradient_accumulation_steps == accumulation
 
 

@@ -4,25 +4,26 @@ import numpy as np
 import pytest
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.plan.report import length_warning, long_sequence_warning, step_size, suggested_length
+from swift_vlpack.plan.report import about_step, length_warning, long_sequence_warning, step_size, suggested_length
 
 
 def test_step_is_counted_packed_and_unpacked():
     """TRAIN-21: batch 4, accumulation 2 on 2 ranks; 10 packs of 5 samples with 7 labels each."""
     step = step_size(num_packs=10, num_samples=50, num_supervised=350, accumulation=8, num_ranks=2)
-    assert (step.num_packs, step.num_samples, step.num_supervised_tokens) == (16, 80, 560)
-    assert (step.num_samples_unpacked, step.num_supervised_tokens_unpacked) == (16, 112)
-    assert (step.accumulation_as_unpacked, step.num_samples_then) == (2, 20)
-    assert str(step) == (
-        "16 packs with about 80 samples and 560 supervised tokens; un-packed it would be 16 samples and 112"
-    )
+    assert step == {
+        "num_packs": 16, "num_samples": 80, "num_supervised_tokens": 560, "num_samples_unpacked": 16,
+        "num_supervised_tokens_unpacked": 112, "accumulation_as_unpacked": 2, "num_samples_then": 20,
+    }  # fmt: skip
+    [(_, said), _] = about_step({"step": step})
+    assert said == "16 packs with about 80 samples and 560 supervised tokens; un-packed it would be 16 samples and 112"
 
 
 def test_step_of_one_pack_cannot_have_fewer_samples():
     """TRAIN-21"""
     step = step_size(num_packs=2, num_samples=60, num_supervised=60, accumulation=4, num_ranks=1)
-    assert (step.accumulation_as_unpacked, step.num_samples_then) == (1, 30)
-    assert "gradient_accumulation_steps 1 makes it about 30 samples a step" in step.remedy
+    assert (step["accumulation_as_unpacked"], step["num_samples_then"]) == (1, 30)
+    [_, (_, remedy)] = about_step({"step": step})
+    assert "gradient_accumulation_steps 1 makes it about 30 samples a step" in remedy
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def facts(**others):
     return {
         "output_dir": "out", "checkpoint": None, "step": 0, "num_steps": 5, "num_epochs": 2.5, "epoch": 1,
         "num_ranks": 1, "gradient_accumulation_steps": 1, "data": DATA,
-        "plan": {**report, "packs_per_epoch": 2, "steps_per_epoch": 2, "step": step.as_json()},
+        "plan": {**report, "packs_per_epoch": 2, "steps_per_epoch": 2, "step": step},
         "attention": "attention vlpack: varlen, as right on this device (others ...)",
         "proof": "isolation verified: max difference 0.0 over 5 samples, attention vlpack (packed equals ...)",
         **others,
