@@ -318,7 +318,7 @@ def test_sharing_that_cannot_be_is_refused(options, message):
     ],
 )
 def test_option_without_effect_is_ignored_with_a_warning(other, name, value, caplog):
-    """CONF-12: the plan and the state of a run are those without it."""
+    """CONF-14: the plan and the state of a run are those without it."""
     config_room._warn.cache_clear()
     config = PackingConfig(packing_length=8, **other, **{name: value})
     assert config == PackingConfig(packing_length=8, **other)

@@ -200,11 +200,7 @@ def test_an_epoch_of_which_unpacked_training_has_no_batch_is_refused():
         plan_epoch(recipe(np.array([5, 6, 7]), num_ranks=1, size=size, unpacked=rows), 0)
 
 
-@pytest.mark.parametrize(
-    "options", [{"packing_buffer": 64}, {"packing_drop_last": False}, {"packing_min_fill_ratio": 0.7},
-                {"packing_mode": "buffer"}]
-)  # fmt: skip
-def test_options_without_a_meaning_are_refused(options):
+def test_rows_packed_as_they_come_keep_no_steps():
     """SAME-5"""
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        config(**options)
+    with pytest.raises(ConfigError, match="packing_mode=buffer packs rows as they come"):
+        config(packing_mode="buffer")
