@@ -117,7 +117,7 @@ class RowEncoder:
         """
         targets, cutter = Targets.of(template, config), RowCutter.of(template, config)
         # Under `left` and `right` the user wants ms-swift to truncate first. Only packing_overflow=drop allows that.
-        if cutter is not None and getattr(template, "truncation_strategy", None) not in ("left", "right"):
+        if cutter and template and getattr(template, "truncation_strategy", None) not in ("left", "right"):
             template = copy.copy(template)
             template.max_length = None
         return cls(template, targets, cutter)
