@@ -33,10 +33,8 @@ def test_own_class_is_trained_by_its_own_schedule_through_a_kill_and_a_resume(sm
     killed = run(small_folder, tmp_path, files, die_at=20)
     assert killed.wait() != 0
     before = trained(tmp_path)
-    assert {line["step"] for line in before if line["epoch"] == 2} >= {16, 17, 18, 19}, (
-        "lost steps after the checkpoint"
-    )
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*"))[-1] == "checkpoint-9"  # of 3, ..., 18
+    assert {line["step"] for line in before if line["epoch"] == 2} >= {16, 17, 18, 19}, "two after the checkpoint"
+    assert (tmp_path / "checkpoint-18").exists()
     for path in tmp_path.glob("trained_*.jsonl"):
         path.unlink()
     resumed = run(small_folder, tmp_path, files)
