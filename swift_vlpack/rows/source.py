@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ from swift_vlpack.words import counted
 Row = dict[str, Any]
 
 _NUM_ROWS_OF_READ = 128
-_epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the epoch that each data set was told last
+_TOLD = "_vlpack_epoch"  # the attribute of a data set with the epoch that it was told last
 _NUM_FILES_REMEMBERED = 16  # files whose line numbers are kept in memory, 8 bytes a row
 COLUMN_OF_ORIGIN = "dataset"
 """The column in which ms-swift writes the path of a row's file."""
@@ -136,9 +135,11 @@ class RowSource:
 
 def set_epoch(rows: Any, epoch: int) -> None:
     """Tell a data set that changes which epoch to draw, unless it was told last: to draw and shuffle takes time."""
-    if hasattr(rows, "set_epoch") and _epochs.get(rows) != epoch:
-        rows.set_epoch(epoch)
-        _epochs[rows] = epoch
+    if hasattr(rows, "set_epoch"):
+        known = getattr(rows, "__dict__", {})  # kept with the rows, as all packs around them need to know
+        if known.get(_TOLD) != epoch:
+            rows.set_epoch(epoch)
+            known[_TOLD] = epoch
 
 
 def with_system(row: Row, system: str | None) -> Row:

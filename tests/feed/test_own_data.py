@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -222,6 +223,50 @@ def test_data_set_is_told_before_anything_is_planned():
     assert data.told == [3]
     assert seen
     assert all(told == [3] for told in seen), "measured afterwards"
+
+
+@dataclass
+class Unhashable(Mixed):
+    """Compares by value, as dataclasses do."""
+
+    ratios: dict
+
+    def __post_init__(self):
+        super().__init__(self.ratios)
+
+
+class Slots:
+    """Has no attributes but its own."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, ratios):
+        self.data = Mixed(ratios)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+    def set_epoch(self, epoch):
+        self.data.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Slots])
+def test_any_class_will_do(kind):
+    """OWN-9"""
+    _, packs = mixed(kind)
+    packs.set_epoch(2)
+    assert names(packs) == Mixed(RATIOS).names(2)
+
+
+def test_two_packs_around_one_data_set_do_not_disturb_each_other():
+    """OWN-9: each tells it the epoch that it reads."""
+    data, one = mixed()
+    other = PackingDataset(data, None, config())
+    other.set_epoch(1)
+    assert [names(packs) for packs in (one, other, one)] == [data.names(epoch) for epoch in (0, 1, 0)]
 
 
 class Growing(Mixed):

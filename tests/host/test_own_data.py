@@ -75,8 +75,6 @@ class Ordered(list):
     def set_epoch(self, epoch):
         """Change nothing."""
 
-    __hash__ = object.__hash__
-
 
 @FORMS
 def test_scenario_1(data, template, form):
@@ -160,12 +158,12 @@ def test_scenario_6(data, files, template, form):
 
 def test_scenario_7(template):
     """OWN-15: of the plan, and in the record of every batch."""
-    rows = [{"input_ids": [8] * num, "labels": [8] * num} for num in (400, 150, 150, 90)]
+    rows = [{"input_ids": [8] * num, "labels": [8] * num} for num in (400, 160, 140, 290)]
     packs = PackingDataset(rows, template, config(packing_strategy="exact"))
     assert 0.6 < packs.plan.mean_fill < 1
     loader = DataLoader(packs, batch_size=1, collate_fn=Collator(template, for_model=False))
     assert sorted((batch.record.single_long, batch.record.num_tokens) for batch in loader) == [
-        (False, 90), (False, 300), (True, 400),
+        (False, 290), (False, 300), (True, 400),
     ]  # fmt: skip
 
 
