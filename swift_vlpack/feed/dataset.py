@@ -44,23 +44,18 @@ def PackingDataset(
             packs = "planned" if planned else "streamed"
             raise ConfigError(f"{packs} packs have no option {name}{did_you_mean(name, known)}")
     made = kind(dataset, template, config, **options)
-    if isinstance(made, PlannedPackingDataset) and made.num_ranks > 1:
+    if planned and dist.is_available() and dist.is_initialized():
         refuse_other_ranks(made)
     return made
 
 
-def refuse_other_ranks(packs: PlannedPackingDataset) -> None:
-    """Raise `DataError` on all ranks unless all have planned the same epochs of the same rows."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    tokens = [list(map(int, sample["input_ids"])) for sample in packs.preview(NUM_SAMPLES_COMPARED)]
+def refuse_other_ranks(packs: Any) -> None:
+    """Raise `DataError` on all ranks unless all have planned the same packs of the same rows."""
     everyone: list[Any] = [None] * dist.get_world_size()
+    tokens = [list(map(int, sample["input_ids"])) for sample in packs.preview(NUM_SAMPLES_COMPARED)]
     dist.all_gather_object(everyone, (packs.digests_ahead, tokens))
-    for rank, (digests, of_rank) in enumerate(everyone):
-        if (digests, of_rank) != everyone[0]:
-            pairs = enumerate(zip(digests, everyone[0][0], strict=False))
-            epoch = next((epoch for epoch, (one, other) in pairs if one != other), 0)
-            raise DataError(
-                f"rank {rank} has other rows than rank 0 in epoch {epoch}: every rank has to draw the rows of all "
-                "ranks, by the same seed, because packs are shared among ranks afterwards"
-            )
+    if others := [rank for rank, of_rank in enumerate(everyone) if of_rank != everyone[0]]:
+        raise DataError(
+            f"rank {others[0]} has other rows than rank 0: every rank has to draw the rows of all ranks, by the same "
+            "seed, because packs are shared among ranks afterwards"
+        )

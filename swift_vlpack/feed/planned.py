@@ -90,6 +90,8 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         self._epochs = Epochs(self._recipe(self.epoch), extent, name_of=names_of(rows), recipe_of=recipe_of_epoch)
         self.num_packs = self._epochs.num_packs
         """Packs of an epoch, over all ranks. An epoch that was not planned ahead can have more."""
+        self.digests_ahead = self._epochs.digests
+        """Digests of the epochs that were planned at the start."""
         self.reader = PackReader(rows, self.config, self.seed, self.num_packs)
 
     def _recipe(self, epoch: int) -> Recipe:
@@ -127,11 +129,6 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
     def plan(self) -> Plan:
         """Return the packs of the epoch; indices are positions in its schedule."""
         return self.epoch_plan.packs
-
-    @property
-    def digests_ahead(self) -> list[str]:
-        """Return the digests of the epochs that were planned at the start."""
-        return self._epochs.digests
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """Plan any epoch. The epoch that is set does not change."""

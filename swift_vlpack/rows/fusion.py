@@ -129,10 +129,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return row if address.span is None else row._replace(part=address.span.number)
 
     def row(self, address: Address) -> Row:
-        """Return a copy of the row at an address, with the system prompt of its source.
-
-        Raises `SampleError` if a data set of one's own, which opens and encodes files, fails to give it.
-        """
+        """Return a copy of a row, with the system prompt of its source. Raises `SampleError` if its data set fails."""
         source = self.sources[address.source]
         try:
             set_epoch(source.rows, self.epoch)
@@ -223,28 +220,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
                 sample = self.sample_or_error(Address(*schedule[position]))
             yield sample
 
-    def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
-        """Log a row whose size is not the planned one."""
-        length = sample["length"]
-        # A part always has the planned size: `RowCutter.planned` refuses any other.
-        if address.span is None and length != planned.length:
-            logger.warning("%s: %d tokens, but %d were planned", sample["sample_id"], length, planned.length)
-
     def at(self, epoch: int) -> FusionCaptionDataset:
-        """Return a copy in another epoch. Sources that change are measured anew, unless their rows kept their lengths.
-
-        Lengths that are not declared are kept if all rows that are compared have those that they had.
-        """
+        """Return a copy in another epoch. A source that changes is measured, unless its rows kept their lengths."""
         other = copy.copy(self)
         other.begin(epoch)
         for number, source in enumerate(self.sources):
-            known = source.sizes
-            if source.changes and not (
-                known is not None
-                and len(known) == len(source.rows)
-                and source.declared_lengths is None
-                and other._difference(number, known) is None
-            ):
+            known = source.sizes if source.declared_lengths is None else None
+            is_kept = known and len(known) == len(source.rows) and other._difference(number, known) is None
+            if source.changes and not is_kept:
                 other._take_sizes(number, None)
         other.measure()
         return other

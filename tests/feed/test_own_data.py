@@ -423,7 +423,7 @@ def agree(rank, folder, seed_of_rank, said):
         dist.destroy_process_group()
 
 
-OTHER_ROWS = "rank 1 has other rows than rank 0 in epoch 0: every rank has to draw the rows of all ranks"
+OTHER_ROWS = "rank 1 has other rows than rank 0: every rank has to draw the rows of all ranks"
 
 
 @pytest.mark.parametrize(("seed_of_rank", "expected"), [(0, "planned"), (1, OTHER_ROWS)])
