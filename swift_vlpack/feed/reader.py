@@ -146,16 +146,14 @@ class PackReader(Dataset[PackedSamples]):
         num_threads = min(len(places), threads_per_worker())
         rows: list[Row | None] = [None] * len(places)  # rows that were read already
         if num_threads > 1 and not self._draws_at_random:
-            with RandomStream(*name) as stream, suppress(SampleError):  # a row that cannot be read fails again below
+            with RandomStream(*name), suppress(SampleError):  # a row that cannot be read fails again below
                 rows = [self.dataset.row(where) for where in places]
-            self._draws_at_random = stream.has_drawn  # by a data set of one's own
-            if sum(map(_names_media, rows)) > 1 and not stream.has_drawn:
+            if sum(map(_names_media, rows)) > 1:
                 with RandomStream(*name) as stream:
                     encoded = self._in_threads(places, rows, [0] * len(cut) + num_shared, num_threads)
                 self._draws_at_random = stream.has_drawn
                 if not self._draws_at_random:
                     return encoded
-            if self._draws_at_random:
                 rows = [None] * len(places)
         # Encode again if random numbers were drawn: in threads, each went to whichever row came first.
         given = num_shared if not self._draws_at_random else [0] * len(whole)

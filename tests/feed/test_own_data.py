@@ -223,6 +223,11 @@ def test_data_set_is_told_before_anything_is_planned():
     assert data.told == [3]
     assert seen
     assert all(told == [3] for told in seen), "measured afterwards"
+    assert packs.epoch_plan.schedule.row.tolist() == list(range(80)), "its order is the schedule"
+    data, packs = mixed(num_epochs=3)
+    data.told.clear()
+    packs.set_epoch(1)
+    assert data.told == [1], "also where the epoch was planned ahead"
 
 
 @dataclass
