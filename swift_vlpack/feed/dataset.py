@@ -44,7 +44,7 @@ def PackingDataset(
             packs = "planned" if planned else "streamed"
             raise ConfigError(f"{packs} packs have no option {name}{did_you_mean(name, known)}")
     made = kind(dataset, template, config, **options)
-    if planned and dist.is_available() and dist.is_initialized():
+    if planned and made.num_ranks > 1 and dist.is_available() and dist.is_initialized():
         refuse_other_ranks(made)
     return made
 

@@ -416,11 +416,11 @@ def test_random_numbers_of_an_own_class_are_those_of_the_pack():
     assert len({sample["drawn"] for pack in one for sample in pack}) > 20
 
 
-def agree(rank, folder, seed_of_rank, said):
+def agree(rank, folder, seed_of_rank, num_ranks, said):
     dist.init_process_group("gloo", init_method=f"file://{folder}/{seed_of_rank}", rank=rank, world_size=2)
     try:
         data = Mixed(RATIOS, seed=seed_of_rank * rank)
-        PackingDataset(data, None, config(), num_ranks=2, num_epochs=2)
+        PackingDataset(data, None, config(), num_ranks=num_ranks, num_epochs=2)
         said.put("planned")
     except DataError as error:
         said.put(str(error))
@@ -431,12 +431,14 @@ def agree(rank, folder, seed_of_rank, said):
 OTHER_ROWS = "rank 1 has other rows than rank 0: every rank has to draw the rows of all ranks"
 
 
-@pytest.mark.parametrize(("seed_of_rank", "expected"), [(0, "planned"), (1, OTHER_ROWS)])
-def test_ranks_with_other_rows_are_refused(seed_of_rank, expected, tmp_path):
-    """OWN-9"""
+@pytest.mark.parametrize(
+    ("seed_of_rank", "num_ranks", "expected"), [(0, 2, "planned"), (1, 2, OTHER_ROWS), (1, 1, "planned")]
+)
+def test_ranks_with_other_rows_are_refused(seed_of_rank, num_ranks, expected, tmp_path):
+    """OWN-9: unless each rank packs rows of its own."""
     context = torch.multiprocessing.get_context("fork")
     said = context.SimpleQueue()
-    ranks = [context.Process(target=agree, args=(rank, tmp_path, seed_of_rank, said)) for rank in range(2)]
+    ranks = [context.Process(target=agree, args=(rank, tmp_path, seed_of_rank, num_ranks, said)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
