@@ -1,4 +1,4 @@
-"""Train packs around a class as projects write it beside ms-swift, by transformers' Trainer, on ranks of `torchrun`.
+"""Train packs around a class as projects write it around ms-swift, by transformers' Trainer, on ranks of `torchrun`.
 
 `torchrun -m tests.own_run MODEL OUTPUT DIE_AT FILE=RATIO ...`: the last rank kills itself at the step DIE_AT. Lines of
 OUTPUT/trained_rankN.jsonl have what was trained. It goes on from the last checkpoint, if there is one.

@@ -1,4 +1,4 @@
-"""A class as projects write it beside ms-swift, on two ranks of `torchrun`, by transformers' Trainer."""
+"""A class as projects write it around ms-swift, on two ranks of `torchrun`, by transformers' Trainer."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Classes as projects write them beside ms-swift: they mix, shuffle and encode by its template. Ten scenarios."""
+"""Classes as projects write them around ms-swift: they mix, shuffle and encode by its template. Ten scenarios."""
 
 import logging
 import re
