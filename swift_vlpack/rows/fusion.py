@@ -225,7 +225,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         other = copy.copy(self)
         other.begin(epoch)
         for number, source in enumerate(self.sources):
-            known = source.sizes if source.declared_lengths is None else None
+            known = source.sizes if source.changes and source.declared_lengths is None else None
             is_kept = known and len(known) == len(source.rows) and other._difference(number, known) is None
             if source.changes and not is_kept:
                 other._take_sizes(number, None)

@@ -314,6 +314,19 @@ def test_epochs_that_cannot_have_as_many_steps_are_refused():
     assert names(packs) == data.names(1)
 
 
+class Fixed:
+    """Has the same rows in every epoch, and no word of epochs."""
+
+    num_encoded = 0
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        self.num_encoded += 1
+        return encoded(10 + index, f"fixed-{index}")
+
+
 class Renamed(Mixed):
     """Has the same rows in the same order in every epoch, with another text of the same length."""
 
@@ -328,6 +341,10 @@ def test_rows_that_keep_their_lengths_are_not_encoded_again(monkeypatch):
     assert data.num_encoded <= len(data) + 3 * 7
     again, _ = mixed(Mixed, num_epochs=4)
     assert again.num_encoded >= 4 * len(again), "of other rows each is"
+    fixed = Fixed()
+    sources = [RowSource(name="changing", rows=Mixed(RATIOS)), RowSource(name="fixed", rows=fixed)]
+    PackingDataset(FusionCaptionDataset(sources, None), None, config(), num_epochs=4)
+    assert fixed.num_encoded == len(fixed), "nor are those of a source that does not change"
 
 
 def test_packs_of_an_epoch_are_those_of_a_run_that_begins_there():
