@@ -82,7 +82,7 @@ def test_wrong_arguments_are_named():
     for take in (Packer, lambda config: PackingDataset([], None, config)):
         with pytest.raises(ConfigError, match="are a PackingConfig, got None"):
             take(None)
-    with pytest.raises(ConfigError, match="the template is None; give the one that ms-swift's get_template returns"):
+    with pytest.raises(ConfigError, match="data:0 is no encoded sample, as it has no input_ids: give PackingDataset a"):
         PackingDataset([{"messages": []}], None, CONFIG)
     with pytest.raises(ConfigError, match="planned packs have no option num_epoch; did you mean num_epochs"):
         PackingDataset([{"messages": []}], None, CONFIG, num_epoch=3)

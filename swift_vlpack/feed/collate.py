@@ -20,7 +20,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.feed.transport import Buffers, end_with_the_trainer, num_bytes_of
 from swift_vlpack.rows.contents import NO_LABEL, num_vision_tokens
-from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.encoder import RowEncoder, Targets, Template
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, PackedSamples, PackRecord
 
@@ -101,6 +101,8 @@ class Collator:
     def sequence(self, pack: list[Encoded]) -> Batch:
         """Collate the samples of a pack into one sequence."""
         record = pack.record if isinstance(pack, PackedSamples) else None
+        if record is None:  # samples that no `PackingDataset` has looked at
+            pack = list(map(RowEncoder(self.template, Targets()).handed_through, pack))
         name = str(record or "the pack")
         with RandomStream(self.seed, name):
             multiple = 1 if record is None else record.sequence_multiple

@@ -11,21 +11,29 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+import torch.distributed as dist
+
 from swift_vlpack.config import PackingConfig, is_planned, need_config
-from swift_vlpack.errors import ConfigError
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.words import did_you_mean
 
+NUM_SAMPLES_COMPARED = 8
+"""Samples of epoch 0 whose tokens are compared between ranks; of the others, lengths and order are."""
+
 
 def PackingDataset(
-    dataset: Any, template: Template, config: PackingConfig, **options: Any
+    dataset: Any, template: Template | None, config: PackingConfig, **options: Any
 ) -> PlannedPackingDataset | StreamedPackingDataset:
-    """Pack a list of rows, a `FusionCaptionDataset` or a stream, in the form that the data and `packing_mode` require.
+    """Pack a list, a data set, a stream or a mix of sources, in the form that the data and `packing_mode` require.
 
-    Sets `template.packing` and `padding_free`. Both forms take `seed` and `num_ranks`. Planned packs also take
-    `num_epochs`, or `num_packs` if steps bound the run; streamed packs take `rank`.
+    Rows are of ms-swift's formats, or samples that are encoded already (`input_ids`), which need no template. A method
+    `set_epoch` of a data set is called before an epoch is planned. Sets `template.packing` and `padding_free`.
+
+    Both forms take `seed` and `num_ranks`. Planned packs also take `lengths`, the tokens of each row, and `num_epochs`,
+    or `num_packs` if steps bound the run; streamed packs take `rank`.
     """
     need_config(config)
     planned = is_planned(config, is_sized=hasattr(dataset, "__len__"))
@@ -35,4 +43,19 @@ def PackingDataset(
         if name not in known:
             packs = "planned" if planned else "streamed"
             raise ConfigError(f"{packs} packs have no option {name}{did_you_mean(name, known)}")
-    return kind(dataset, template, config, **options)
+    made = kind(dataset, template, config, **options)
+    if planned and made.num_ranks > 1 and dist.is_available() and dist.is_initialized():
+        refuse_other_ranks(made)
+    return made
+
+
+def refuse_other_ranks(packs: Any) -> None:
+    """Raise `DataError` on all ranks unless all have planned the same packs of the same rows."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    tokens = [list(map(int, sample["input_ids"])) for sample in packs.preview(NUM_SAMPLES_COMPARED)]
+    dist.all_gather_object(everyone, (packs.digests_ahead, tokens))
+    if others := [rank for rank, of_rank in enumerate(everyone) if of_rank != everyone[0]]:
+        raise DataError(
+            f"rank {others[0]} has other rows than rank 0: every rank has to draw the rows of all ranks, by the same "
+            "seed, because packs are shared among ranks afterwards"
+        )

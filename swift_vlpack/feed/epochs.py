@@ -54,10 +54,23 @@ class Epochs:
     numpy, outside of Python's lock, and a process would have to import or inherit everything first.
     """
 
-    def __init__(self, recipe: Recipe, extent: Extent = ONE_EPOCH, name_of: NameOfRow | None = None) -> None:
-        """Pack the epochs of the run ahead, so that all of them get as many packs as the one that needs most."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        extent: Extent = ONE_EPOCH,
+        name_of: NameOfRow | None = None,
+        recipe_of: Callable[[int], Recipe] | None = None,
+    ) -> None:
+        """Pack the epochs of the run ahead, so that all of them get as many packs as the one that needs most.
+
+        `recipe_of` returns the recipe of any epoch, for data whose rows are others in every epoch.
+        """
         self.recipe = recipe
         self.extent = extent
+        self._changes = recipe_of is not None
+        self._recipe_of = recipe_of or (lambda epoch: recipe)
+        self.digests: list[str] = []
+        """Digests of the packs of the epochs that were packed ahead."""
         # Hold two whole epochs: the one that was asked for last, and the next.
         self._present: PackedEpoch | None = None
         self._ahead: tuple[int, Future[PackedEpoch]] | None = None
@@ -70,7 +83,9 @@ class Epochs:
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
         """Plan an epoch, or wait for the thread that is planning it. Raises the errors of that thread."""
-        return plan_epoch(self.recipe, epoch, cuts, least_packs=self.num_packs, packed=self.packed(epoch))
+        # An epoch of other rows that was not planned ahead may have too few for as many packs.
+        least_packs = 0 if self._changes and not self.extent.has(epoch) else self.num_packs
+        return plan_epoch(self.recipe, epoch, cuts, least_packs=least_packs, packed=self.packed(epoch))
 
     def packed(self, epoch: int) -> PackedEpoch:
         """Return the packs of an epoch before they are shared among ranks."""
@@ -79,12 +94,12 @@ class Epochs:
                 self._present = self._ahead[1].result()
                 self._ahead = None
             else:
-                self._present = pack_epoch(self.recipe, epoch)
+                self._present = pack_epoch(self._recipe_of(epoch), epoch)
         return self._present
 
     def make_ahead(self, epoch: int) -> None:
         """Start a thread that packs an epoch which will be asked for later, if the run has it."""
-        if not self.extent.has(epoch) or (self._ahead is not None and self._ahead[0] == epoch):
+        if self._changes or not self.extent.has(epoch) or (self._ahead is not None and self._ahead[0] == epoch):
             return
         future: Future[PackedEpoch] = Future()
         self._ahead = epoch, future
@@ -97,7 +112,8 @@ class Epochs:
         num_ranks, num_samples = self.recipe.num_ranks, []
         extent = ONE_EPOCH if self.recipe.step is not None else self.extent  # epochs that keep steps have equally many
         while extent.needs(epoch, most_packs):
-            packed = pack_epoch(self.recipe, epoch, name_of if epoch == 0 else None)
+            packed = pack_epoch(self._recipe_of(epoch), epoch, name_of if epoch == 0 else None)
+            self.digests.append(packed.packs.digest())
             if epoch == 0:  # training begins with epoch 0, unless it resumes
                 self._present = packed
             looked()
@@ -106,20 +122,23 @@ class Epochs:
             num_samples.append(len(packed.packs.with_remainder().members))
             epoch += 1
         if self.recipe.step is None:
-            _check_steps(most_packs, min(num_samples), num_ranks, self.recipe)
+            _check_steps(most_packs, min(num_samples), num_ranks, self.recipe, changes=self._changes)
         return most_packs
 
 
-def _check_steps(num_packs: int, fewest_samples: int, num_ranks: int, recipe: Recipe) -> None:
+def _check_steps(num_packs: int, fewest_samples: int, num_ranks: int, recipe: Recipe, *, changes: bool) -> None:
     """Raise `PlanError` if an epoch has too few samples for the steps of the longest one.
 
-    Epochs differ in samples only if ratios count tokens, or if rows are cut in a source with a ratio below 1.
+    Epochs differ in samples only if ratios count tokens, if rows are cut in a source with a ratio below 1, or if the
+    data set has other rows in every epoch.
     """
     if fewest_samples >= num_packs // num_ranks:
         return
     why, way_out = "ratio_by: tokens", "use ratio_by: rows"
     if any(cut is not None and len(cut) for cut in recipe.cut):
         why, way_out = "ratios below 1 of rows that are cut", "give sources whose rows are cut a ratio of 1"
+    if changes:
+        why, way_out = "a data set that changes", "leave num_epochs out, and set the steps of the run"
     raise PlanError(
         f"with {why} one epoch has {fewest_samples} samples, another {num_packs} packs, but all need the same number "
         f"of steps; raise packing_length, so that samples share packs, or {way_out}"

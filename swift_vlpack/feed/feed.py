@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed.agreement import Voting
 from swift_vlpack.feed.collate import Batch
 from swift_vlpack.feed.packs import Packs
@@ -75,17 +74,13 @@ class Feed(ABC):
     def __init__(self, packs: Packs, *, unpacked_batch_size: int = 1) -> None:
         """Feed from these packs."""
         self.packs = packs
+        self.config, self.seed, self.num_ranks = packs.config, packs.seed, packs.num_ranks
         self.settings: Mapping[str, Any] = {}
         """Settings by which rows are encoded, by dotted name: of the template, its tokenizer and its processor."""
         self.unpacked_batch_size = unpacked_batch_size
         """Samples in a batch without packing, with which the padding that packing saves is compared."""
 
     # -- data -------------------------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> PackingConfig:
-        """Return the packing options."""
-        return self.packs.config
 
     @property
     def dataset(self) -> Any:
@@ -96,16 +91,6 @@ class Feed(ABC):
     def sources(self) -> tuple[RowSource, ...]:
         """Return the sources of the rows; none of a stream."""
         return self.packs.sources
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of draws and orders."""
-        return self.packs.seed
-
-    @property
-    def num_ranks(self) -> int:
-        """Return how many ranks share the packs."""
-        return self.packs.num_ranks
 
     @property
     def epoch(self) -> int:

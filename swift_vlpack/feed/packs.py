@@ -14,12 +14,12 @@ import torch
 
 from swift_vlpack.attention.prepare import check_ready, refuse_flat_attention
 from swift_vlpack.config import PACKS, PackingConfig
-from swift_vlpack.errors import DataError
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.feed.units import SHARED
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.rows.contents import size_of
-from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.encoder import OWN, Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord
 from swift_vlpack.rows.source import RowSource
@@ -30,9 +30,16 @@ class Packs:
     """Rows that are packed epoch by epoch. The number of the epoch is stored here and nowhere else."""
 
     def __init__(
-        self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1
+        self,
+        dataset: Any,
+        template: Template | None,
+        config: PackingConfig,
+        *,
+        seed: int = 0,
+        num_ranks: int = 1,
+        lengths: Sequence[int] | None = None,
     ) -> None:
-        self.dataset: Any = rows_of(dataset, template, seed)
+        self.dataset: Any = rows_of(dataset, template, seed, lengths)
         """The rows: a `FusionCaptionDataset` or `StreamedRows`."""
         make_packing(template, self.dataset, config)
         self.template = template
@@ -70,8 +77,10 @@ class Packs:
         raise NotImplementedError
 
 
-def rows_of(dataset: Any, template: Template, seed: int) -> FusionCaptionDataset | StreamedRows:
-    """Return rows in one of the two forms that packs are made of; a plain list becomes a single source.
+def rows_of(
+    dataset: Any, template: Template | None, seed: int, lengths: Sequence[int] | None = None
+) -> FusionCaptionDataset | StreamedRows:
+    """Return rows in one of the two forms that packs are made of; a list or data set becomes a single source.
 
     `seed` is that of a stream which is made here. Rows that have a form already have a seed, too.
     """
@@ -81,22 +90,26 @@ def rows_of(dataset: Any, template: Template, seed: int) -> FusionCaptionDataset
             f"[json.loads(line) for line in open({str(dataset)!r})]"
         )
     if isinstance(dataset, (FusionCaptionDataset, StreamedRows)):
+        if lengths is not None:
+            raise ConfigError("lengths= is for one data set; give RowSource(lengths=...) those of each source")
         return dataset
     if hasattr(dataset, "__len__"):
-        return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
+        source = RowSource(name="data", rows=dataset, lengths=lengths)
+        # A data set that draws each epoch by itself has an order, which is the schedule.
+        return FusionCaptionDataset([source], template, shuffle=not source.changes)
     return StreamedRows(dataset, template, seed=seed)
 
 
-def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:
+def make_packing(template: Template | None, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:
     """Make rows encode with these options, and the template collate packs. Raises `ConfigError` if it cannot."""
     # The rows may have another template, such as a copy that fetches URLs in another way.
-    for used in {id(one): one for one in (template, rows.template)}.values():
+    for used in {id(one): one for one in (template, rows.template) if one is not None}.values():
         check_ready(used, needs_model=False)
         if config.shares_media:
             refuse_flat_attention(getattr(used, "model", None))
     rows.encode_for(config)
-    template.packing = True
-    template.padding_free = True
+    if template is not None:
+        template.packing = template.padding_free = True
 
 
 def packed_samples(
@@ -126,4 +139,4 @@ def packed_samples(
         shared=shared if any(shared) else (),
         num_apart=num_apart,
     )
-    return PackedSamples(samples, record)
+    return PackedSamples([sample | sample.pop(OWN, {}) for sample in samples], record)

@@ -11,14 +11,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.failures import refuse_unreadable
 from swift_vlpack.feed.packs import Packs
-from swift_vlpack.feed.reader import PackReader
+from swift_vlpack.feed.reader import PackReader, lives_on
 from swift_vlpack.lengths.prefixes import sharing_rows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
@@ -30,6 +30,10 @@ from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSampl
 from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.words import counted
 
+_GIVE_SAMPLER = (
+    "give the loader sampler=packs.sampler, or leave persistent_workers out, so that every epoch starts workers of its "
+    "own"
+)
 MOST_FAILURES_OF_PREVIEW = 16
 """Most failing rows that a preview skips. If a disk is gone, every row fails slowly, and training will report that."""
 
@@ -42,11 +46,12 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
     def __init__(  # noqa: PLR0913 - what it packs, then how often and for whom
         self,
         dataset: Any,
-        template: Template,
+        template: Template | None,
         config: PackingConfig,
         *,
         seed: int = 0,
         num_ranks: int = 1,
+        lengths: Sequence[int] | None = None,
         num_epochs: int = 1,
         num_packs: int | None = None,
         samples_per_step: int | None = None,
@@ -58,7 +63,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         Under `packing_batch=samples`, every optimizer step of all ranks takes the next `samples_per_step` samples. For
         a run of ms-swift, `step` and `unpacked` describe its un-packed steps instead.
         """
-        super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
+        super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks, lengths=lengths)
         if not self.sources:
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
@@ -68,6 +73,9 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
             if samples_per_step is not None:
                 raise ConfigError("effective_batch_size and samples_per_step both say what a step takes; give one")
             samples_per_step = config.effective_batch_size
+        self._rows = {0: self.dataset}
+        """Rows of the epochs that were planned, of data that changes: each is measured once."""
+        self._has_later_epochs = num_epochs > 1
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
         self.step = checked_step(step, self.config, self.dataset)
@@ -82,16 +90,29 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
 
     def _plan_epochs(self, extent: Extent) -> None:
         rows = self.dataset
-        recipe = recipe_of(rows, self.config, seed=self.seed, num_ranks=self.num_ranks)
-        recipe = replace(recipe, step=self.step, unpacked=self._unpacked)
-        self._epochs = Epochs(recipe, extent, name_of=names_of(rows))
+        recipe_of_epoch = self._recipe if rows.changes else None
+        self._epochs = Epochs(self._recipe(self.epoch), extent, name_of=names_of(rows), recipe_of=recipe_of_epoch)
         self.num_packs = self._epochs.num_packs
         """Packs of an epoch, over all ranks. An epoch that was not planned ahead can have more."""
+        self.digests_ahead = self._epochs.digests
+        """Digests of the epochs that were planned at the start."""
         self.reader = PackReader(rows, self.config, self.seed, self.num_packs)
+
+    def _recipe(self, epoch: int) -> Recipe:
+        recipe = recipe_of(self._rows_of(epoch), self.config, seed=self.seed, num_ranks=self.num_ranks)
+        return replace(recipe, step=self.step, unpacked=self._unpacked)
+
+    def _rows_of(self, epoch: int) -> FusionCaptionDataset:
+        """Return the rows of an epoch. Data that changes is told the epoch first, and then measured."""
+        if not self.dataset.changes:
+            return self.dataset
+        if epoch not in self._rows:
+            self._rows[epoch] = self.dataset.at(epoch)
+        return self._rows[epoch]
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the packs of the epoch that is set, for spawned workers, which plan nothing."""
-        return {**self.__dict__, "_epochs": None, "dataset": None, "_unpacked": None}
+        return {**self.__dict__, "_epochs": None, "dataset": None, "_rows": None, "_unpacked": None}
 
     def __repr__(self) -> str:
         return f"<PlannedPackingDataset: epoch {self.epoch} of {self.dataset!r}, {self.plan!r}>"
@@ -104,8 +125,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if self._plan.epoch != self.epoch:
             raise DataError(
                 f"this dataloader worker has the packs of epoch {self._plan.epoch}, and epoch {self.epoch} is set: "
-                "give the loader sampler=packs.sampler, or leave persistent_workers out, so that every epoch starts "
-                "workers of its own"
+                f"{_GIVE_SAMPLER}"
             )
         return self._plan
 
@@ -119,8 +139,9 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return self._epochs.plan(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Mix the sources and pack for another epoch. A resumed epoch continues after its last trained pack."""
+        """Let data that changes draw its rows, mix the sources, and pack. A resumed epoch continues where it was."""
         if epoch != self.epoch:
+            self._rows_of(epoch).tell_sources()
             self._go_to(self._epochs.plan(epoch))
 
     def make_ahead(self, epoch: int) -> None:
@@ -166,6 +187,8 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
 
     def _go_to(self, plan: EpochPlan) -> None:
         self._plan = plan
+        self.dataset = self._rows_of(plan.epoch)
+        self._rows = {epoch: rows for epoch, rows in self._rows.items() if epoch >= plan.epoch}
         super().set_epoch(plan.epoch)
 
     # -- packs ------------------------------------------------------------------------------------------------------
@@ -174,7 +197,13 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return len(self.epoch_plan)
 
     def __getitem__(self, index: int | PackAddress) -> PackedSamples:
-        return self.reader[index if isinstance(index, PackAddress) else self.address(index)]
+        if isinstance(index, PackAddress):
+            return self.reader[index]
+        if self._has_later_epochs and get_worker_info() is not None and lives_on():
+            raise DataError(
+                f"this dataloader worker will live on, and knows only the packs of its epoch: {_GIVE_SAMPLER}"
+            )
+        return self.reader[self.address(index)]
 
     def address(self, number: int) -> PackAddress:
         """Return the address of pack `number` of the epoch."""
@@ -231,6 +260,11 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
 
 def checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
     """Return the step to keep. Raises `ConfigError` if it is missing, or was given but would be ignored."""
+    if rows.changes and (config.packing_batch == SAMPLES or config.shares_media):
+        raise ConfigError(
+            "packing_batch=samples and packing_share=media need the same rows in every epoch, but the data set has "
+            "set_epoch; leave both options out"
+        )
     if config.packing_batch != SAMPLES:
         if step is not None:
             raise ConfigError("samples_per_step needs packing_batch=samples; set that, or leave samples_per_step out")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import multiprocessing
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
@@ -31,7 +35,7 @@ class PackReader(Dataset[PackedSamples]):
     """Encode packs by their addresses. Needs neither plan nor schedule, nor the sizes of rows."""
 
     def __init__(self, dataset: FusionCaptionDataset, config: PackingConfig, seed: int, num_packs: int) -> None:
-        self.dataset = dataset
+        self.dataset = copy.copy(dataset) if dataset.changes else dataset  # goes to the epoch of each pack
         self.config = config
         self.seed = seed
         self._num_packs = num_packs
@@ -45,7 +49,7 @@ class PackReader(Dataset[PackedSamples]):
 
     def __getstate__(self) -> dict[str, Any]:
         unsized = self.dataset.with_sources(
-            [replace(source, sizes=None, prefixes=None) for source in self.dataset.sources]
+            [replace(source, sizes=None, prefixes=None, lengths=None) for source in self.dataset.sources]
         )
         return {**self.__dict__, "dataset": unsized}
 
@@ -72,7 +76,9 @@ class PackReader(Dataset[PackedSamples]):
                 continue
             self._num_failed_in_a_row = 0
             planned = RowSize(*size)
-            self.dataset.correct(where, planned, sample)
+            if where.span is None and sample["length"] != planned.length:  # a part always has its planned length
+                said = "%s: %d tokens, but %d were planned"
+                logger.warning(said, sample["sample_id"], sample["length"], planned.length)
             unit = units.add(sample, shared[at] or shared[at + 1])
             if sample["length"] > planned.length or (shared[at] and unit is not units.open):
                 unit.takes_more.add(len(unit.samples) - 1)
@@ -113,6 +119,7 @@ class PackReader(Dataset[PackedSamples]):
 
         With `may_lack_pixels`, samples that share media with the sample before them need not bring these again.
         """
+        self.dataset.begin(address.epoch)
         whole = [where for where in address.samples if where.span is None]
         cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
         num_shared = [0] * len(whole)
@@ -140,7 +147,8 @@ class PackReader(Dataset[PackedSamples]):
         num_threads = min(len(places), threads_per_worker())
         rows: list[Row | None] = [None] * len(places)  # rows that were read already
         if num_threads > 1 and not self._draws_at_random:
-            rows = [self.dataset.row(where) for where in places]
+            with RandomStream(*name), suppress(SampleError):  # a row that cannot be read fails again below
+                rows = [self.dataset.row(where) for where in places]
             if sum(map(_names_media, rows)) > 1:
                 with RandomStream(*name) as stream:
                     encoded = self._in_threads(places, rows, [0] * len(cut) + num_shared, num_threads)
@@ -183,6 +191,14 @@ def _row_of(where: Address) -> Address:
 
 def _names_media(row: Row | None) -> bool:
     return row is not None and next(media(row), None) is not None
+
+
+def lives_on() -> bool:
+    """Tell whether this is a dataloader worker that lives on in the next epoch; False if torch does not say."""
+    worker: Any = multiprocessing.current_process()
+    with suppress(AttributeError, KeyError, TypeError):
+        return bool(signature(worker._target).bind(*worker._args).arguments["persistent_workers"])
+    return False
 
 
 def threads_per_worker() -> int:

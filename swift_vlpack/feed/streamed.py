@@ -50,7 +50,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
     def __init__(
         self,
         dataset: Any,
-        template: Template,
+        template: Template | None,
         config: PackingConfig,
         *,
         seed: int = 0,

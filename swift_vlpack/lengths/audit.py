@@ -5,23 +5,14 @@ The rows are the largest and the smallest of each kind and some drawn ones, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, SampleError
-from swift_vlpack.rows.sizes import LengthIndex, RowSize
-
-NUM_ROWS_OF_A_KIND = 16
-"""Rows of each kind (text, one image, several images, video) to encode in every source. The smallest and largest of
-each kind are added, because the limits of a template take effect there."""
+from swift_vlpack.rows.sizes import RowSize, rows_to_compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +69,3 @@ def _checked(dataset: FusionCaptionDataset, number: int) -> SourceLengths:
 def _in_words(planned: RowSize, encoded: RowSize) -> str:
     both = zip(RowSize._fields, planned, encoded, strict=True)
     return ", ".join(f"{name} {now} where {then} were planned" for name, then, now in both if now != then)
-
-
-def rows_to_compare(sizes: LengthIndex, name: str) -> list[int]:
-    """Choose rows of each kind: the smallest and largest by tokens, images and patches, and some drawn at random."""
-    chosen: set[int] = set()
-    for kind in _kinds(sizes):
-        for column in (sizes.lengths, sizes.images, sizes.patches):
-            chosen.update(kind[np.argsort(column[kind], kind="stable")[[0, -1]]].tolist())
-        chosen.update(kind[permutation(len(kind), "verify", name)[:NUM_ROWS_OF_A_KIND]].tolist())
-    return sorted(chosen)
-
-
-def _kinds(sizes: LengthIndex) -> Iterator[NDArray[np.int64]]:
-    """Yield the rows of each kind: texts, one image, several images, video."""
-    images, is_video = sizes.images, (sizes.images == 0) & (sizes.patches > 0)
-    for is_kind in ((images == 0) & ~is_video, images == 1, images > 1, is_video):
-        if len(rows := np.flatnonzero(is_kind & (sizes.lengths > 0))):
-            yield rows

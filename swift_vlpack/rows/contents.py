@@ -45,7 +45,7 @@ PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "mm_token_ty
 """Fields of a sample with one entry a token."""
 _OF_VISION = (*GRIDS, *PIXELS, "image_sizes")
 """Fields whose media are counted. A sample without any of them is a text."""
-_OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", "_extra_kwargs")
+_OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", "own", "_extra_kwargs")
 _OF_HEADERS = ("header_kinds", "header_pixels")
 PER_MEDIUM = frozenset(
     name for one in (*BY_PATCHES, *BY_TILES.values()) for name in (one.grid, one.pixels, one.beside) if name is not None
@@ -149,7 +149,7 @@ def num_supervised(sample: Encoded) -> int:
     labels = sample.get("labels")
     if labels is None or not len(labels):
         return 0
-    labels = labels if isinstance(labels, list) else list(labels)
+    labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)
     return len(labels) - labels.count(NO_LABEL) - int(labels[0] != NO_LABEL)
 
 

@@ -31,10 +31,16 @@ from swift_vlpack.rows.contents import NO_LABEL, Contents, count_contents, refus
 from swift_vlpack.rows.cutting import Divider, RowCutter, part_sizes
 from swift_vlpack.rows.families import MediaTokens, patch_size_of
 from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
-from swift_vlpack.rows.media import media, with_plain_paths
+from swift_vlpack.rows.media import is_encoded, media, with_plain_paths
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.source import Row, RowSource
 from swift_vlpack.rows.watch import ReadStuck, restore_limit, watched
+from swift_vlpack.words import counted
+
+OWN = "own"
+"""The field of an encoded sample with the columns of one's own that have names of fields of ours."""
+_OF_OURS = ("contents", "source", "sample_id")
+_LISTS = ("input_ids", "labels", "loss_scale")
 
 
 class Template(Protocol):
@@ -64,6 +70,8 @@ class Targets:
     def of(cls, template: Any, config: PackingConfig) -> Targets:
         """Read the options; the template's tokenizer says which token EOS is."""
         eos = getattr(getattr(template, "tokenizer", None), "eos_token_id", None)
+        if template is None and not config.train_on_eos:
+            raise ConfigError("train_on_eos=false needs a template, whose tokenizer says which token EOS is")
         return cls(config.mask_boundary_loss, None if config.train_on_eos else eos)
 
     def labels(self, labels: Any) -> Any:
@@ -109,7 +117,7 @@ class RowEncoder:
         """
         targets, cutter = Targets.of(template, config), RowCutter.of(template, config)
         # Under `left` and `right` the user wants ms-swift to truncate first. Only packing_overflow=drop allows that.
-        if cutter is not None and getattr(template, "truncation_strategy", None) not in ("left", "right"):
+        if cutter and template and getattr(template, "truncation_strategy", None) not in ("left", "right"):
             template = copy.copy(template)
             template.max_length = None
         return cls(template, targets, cutter)
@@ -166,6 +174,12 @@ class RowEncoder:
             SampleError: The row cannot be encoded; names the row and the reason.
             DataError: The same, with `strict`.
         """
+        own = {name: row[name] for name in _OF_OURS if name in row} if is_encoded(row) else {}
+        if self.template is None and not is_encoded(row):
+            raise ConfigError(
+                f"{sample_id} is no encoded sample, as it has no input_ids: give PackingDataset a template, which "
+                "encodes it, or rows with input_ids"
+            )
         try:
             sample = self._encoded(row) if is_watched else self._watched(row)
             if isinstance(sample, dict):
@@ -184,7 +198,7 @@ class RowEncoder:
         sample["contents"] = self._contents(sample, row)
         sample["source"] = sample_id.source
         sample["sample_id"] = sample_id
-        return sample
+        return {**sample, OWN: own} if own else sample
 
     def _length(self, sample: Encoded) -> int:
         return int(sample.get("length") or len(sample["input_ids"]))
@@ -192,7 +206,22 @@ class RowEncoder:
     def _contents(self, sample: Encoded, row: Row) -> Contents:
         return count_contents(sample, row, patch_size=self._patch_size)
 
+    def handed_through(self, row: Row) -> Encoded:
+        """Return a copy of an encoded sample, as this template makes it. Raises `ValueError` if it is no sample."""
+        sample, ids = dict(row), row["input_ids"]
+        if getattr(ids, "ndim", 1) != 1 or not len(ids) or isinstance(ids[0], (list, tuple)):
+            raise ValueError("input_ids is empty, or has a dimension for a batch: give the tokens of one sample")
+        if (length := int(sample.setdefault("length", len(ids)))) != len(ids):
+            raise ValueError(f"length is {length}, but input_ids has {counted(len(ids), 'token')}")
+        for name in _LISTS if self.template is not None else ():
+            if hasattr(sample.get(name), "tolist"):  # ms-swift's collators join lists
+                sample[name] = sample[name].tolist()
+        masked: Encoded = self._masked(sample)
+        return masked
+
     def _encoded(self, row: Row) -> Any:
+        if is_encoded(row):
+            return self.handed_through(row)
         # Rows of text are many, and name no file to check.
         if next(media(row), None) is None:
             return self._masked(self.template.encode(row, return_length=True))

@@ -26,6 +26,7 @@ from swift_vlpack.rows.media import (
     RealFile,
     content_of,
     expected_file,
+    is_encoded,
     is_name,
     looks_like_path,
     media,
@@ -101,6 +102,8 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     # Return before the files are checked: that would wait for the same disk again.
     if known == Reason.FILE_TIMEOUT:
         return timeout_of(str(error), row)
+    if is_encoded(row):
+        return Fault(known or Reason.ENCODE_FAILED, said)
     if not row.get("messages"):
         return Fault(Reason.NO_MESSAGES, said)
     found = list(media(row))
@@ -120,6 +123,11 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     if is_video:
         return _with_files(Reason.VIDEO_UNREADABLE, said, _videos(found))
     return _fault_of_content(error, known, found)
+
+
+def fault_of_reading(error: Exception) -> Fault:
+    """Find out why a data set of one's own could not give a row, of which nothing else is known."""
+    return Fault(_BY_ERROR.get(type(error).__name__, Reason.ENCODE_FAILED), _said(error))
 
 
 def timeout_of(said: str, row: Mapping[str, Any]) -> Fault:

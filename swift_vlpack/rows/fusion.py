@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -29,13 +30,20 @@ from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import left_out_part, part_sizes
 from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
+from swift_vlpack.rows.faults import fault_of_reading
 from swift_vlpack.rows.prefixes import without_pixels
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
-from swift_vlpack.rows.sizes import LengthIndex, RowSize
-from swift_vlpack.rows.source import Row, RowSource
+from swift_vlpack.rows.sizes import LengthIndex, RowSize, rows_to_compare
+from swift_vlpack.rows.source import Row, RowSource, set_epoch
+from swift_vlpack.words import counted
 
 logger = logging.getLogger(__name__)
+
+NUM_COMPARED = 64
+"""Rows of each kind whose lengths are compared before those of another epoch, or those that are declared, are used."""
+SECONDS_UNSAID = 1.0
+"""Longest time that encoding rows for their lengths may take without a word."""
 
 
 class FusionCaptionDataset(Dataset[Encoded]):
@@ -49,7 +57,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def __init__(  # noqa: PLR0913 - what it reads, then how it is drawn and encoded
         self,
         sources: Sequence[RowSource],
-        template: Template,
+        template: Template | None,
         *,
         seed: int = 0,
         strict: bool = False,
@@ -63,10 +71,12 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self.sources = tuple(sources)
         self.template = template
         self.strict = strict
+        self.epoch = 0
+        self.tell_sources()
         self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle, ratio_by=ratio_by)
         self._pixel_free = pixel_free
         self._take_encoder(RowEncoder(template))
-        self.epoch = 0
+        self._needs_full_sizes = False  # True if a plan needs more of a row than its tokens
         self._schedule: Schedule | None = None  # made when `dataset[i]` is first used, which packing never does
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,9 +87,28 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return f"<FusionCaptionDataset: {', '.join(map(repr, self.sources))}>"
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `dataset[i]` the i-th row of this epoch."""
+        """Make `dataset[i]` the i-th row of this epoch. Sources that change draw first, and are mixed afterwards."""
         if epoch != self.epoch:
             self.epoch, self._schedule = epoch, None
+            if self.changes:
+                self.tell_sources()
+                old = self.mix
+                self.mix = mix_of(self.sources, seed=old.seed, shuffle=old.shuffle, ratio_by=old.ratio_by)
+
+    @property
+    def changes(self) -> bool:
+        """Tell whether a source has other rows in every epoch."""
+        return any(source.changes for source in self.sources)
+
+    def begin(self, epoch: int) -> None:
+        """Let sources that change draw the rows of an epoch, before one of them is read."""
+        if self.changes:
+            self.set_epoch(epoch)
+
+    def tell_sources(self) -> None:
+        """Let sources that change draw the rows of this epoch, if they were told another one last."""
+        for source in self.sources:
+            set_epoch(source.rows, self.epoch)
 
     @property
     def schedule(self) -> Schedule:
@@ -100,8 +129,16 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return row if address.span is None else row._replace(part=address.span.number)
 
     def row(self, address: Address) -> Row:
-        """Return a copy of the row at an address, with the system prompt of its source."""
-        return self.sources[address.source].row(address.row_index)
+        """Return a copy of a row, with the system prompt of its source. Raises `SampleError` if its data set fails."""
+        source = self.sources[address.source]
+        try:
+            set_epoch(source.rows, self.epoch)
+            return source.row(address.row_index)
+        except Exception as error:
+            sample_id, fault = source.sample_id(address.row_index), fault_of_reading(error)
+            if self.strict:
+                raise DataError(f"{sample_id}: {fault.reason}: {fault.error}") from error
+            raise SampleError(sample_id, fault.reason, fault.error) from error
 
     def encode(self, address: Address, row: Row | None = None) -> Encoded:
         """Encode the row at an address or, if the address has a span, that part of the row.
@@ -156,6 +193,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
         """Return the numbers of rows in a share of an epoch, by their ids, for `samples(held=...)`."""
+        self.begin(epoch)
         schedule, missing, numbers = self.mix.schedule(epoch), set(sample_ids), set()
         for number, position in enumerate(range(share.number, len(schedule), share.num_shares)):
             if not missing:
@@ -172,6 +210,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
         A row that cannot be encoded is yielded as its error.
         """
+        self.begin(epoch)
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
         # Held rows come first, because the interrupted run read them before row `start`.
@@ -181,23 +220,46 @@ class FusionCaptionDataset(Dataset[Encoded]):
                 sample = self.sample_or_error(Address(*schedule[position]))
             yield sample
 
-    def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
-        """Log a row whose size is not the planned one."""
-        size = size_of(sample)
-        # A part always has the planned size: `RowCutter.planned` refuses any other.
-        if address.span is not None or size == planned:
-            return
-        logger.warning("%s: %d tokens, but %d were planned", sample["sample_id"], size.length, planned.length)
+    def at(self, epoch: int) -> FusionCaptionDataset:
+        """Return a copy in another epoch. A source that changes is measured, unless its rows kept their lengths."""
+        other = copy.copy(self)
+        other.begin(epoch)
+        for number, source in enumerate(self.sources):
+            known = source.sizes if source.changes and source.declared_lengths is None else None
+            is_kept = known and len(known) == len(source.rows) and other._difference(number, known) is None
+            if source.changes and not is_kept:
+                other._take_sizes(number, None)
+        other.measure()
+        return other
 
     def measure(self) -> None:
-        """Measure the sources that have no lengths, by encoding each of their rows once."""
-        self.sources = tuple(
-            source if source.sizes is not None else replace(source, sizes=self._measured(number, source))
-            for number, source in enumerate(self.sources)
-        )
+        """Find the sizes of sources that have none: the lengths that they declare, or by encoding each row once.
+
+        Raises `DataError` if a row that is compared has another length than declared.
+        """
+        for number, source in enumerate(self.sources):
+            if source.sizes is None:
+                declared = None if self._needs_full_sizes else source.declared_lengths
+                sizes = self._measured(number, source) if declared is None else LengthIndex.of(map(RowSize, declared))
+                if declared is not None and (said := self._difference(number, sizes)):
+                    raise DataError(f"{said} as declared: lengths count the tokens of an encoded row, images expanded")
+                self._take_sizes(number, sizes)
+
+    def _take_sizes(self, number: int, sizes: LengthIndex | None) -> None:
+        source = replace(self.sources[number], sizes=sizes)
+        self.sources = (*self.sources[:number], source, *self.sources[number + 1 :])
+
+    def _difference(self, number: int, sizes: LengthIndex) -> str | None:
+        """Encode some rows; return the first with another length than its size has, in words."""
+        for index in rows_to_compare(sizes, self.sources[number].name, NUM_COMPARED):
+            sample, length = self.sample_or_error(Address(number, index)), int(sizes.lengths[index])
+            if not isinstance(sample, SampleError) and sample["length"] != length:
+                return f"{sample['sample_id']} has {counted(sample['length'], 'token')}, not {length}"
+        return None
 
     def _measured(self, number: int, source: RowSource) -> LengthIndex:
         sizes, faults, parts = [], {}, {}
+        start = time.monotonic()
         cutter = self.encoder.cutter
         for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
             sample = self.sample_or_error(Address(number, index))
@@ -207,12 +269,20 @@ class FusionCaptionDataset(Dataset[Encoded]):
             elif of_row := part_sizes(sample, cutter):
                 parts[index] = of_row
             sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
+        if (seconds := time.monotonic() - start) > SECONDS_UNSAID:
+            logger.warning(
+                "source %s: %d rows were encoded once to learn their lengths, which took %.1f s (%.1f ms a row); give "
+                "lengths=, or its class a method length(index), to plan without that",
+                *(source.name, len(sizes), seconds, 1000 * seconds / len(sizes)),
+            )
         cut = None if cutter is None else CutRows.of(parts)
         return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults, cut)
 
     def encode_for(self, config: PackingConfig) -> None:
         """Encode rows for a run with these options from now on: mask labels, and cut rows."""
         self._take_encoder(RowEncoder.of(self.template, config))
+        # Declared lengths say nothing of images, nor where a row can be cut.
+        self._needs_full_sizes = config.cuts_rows or bool(config.packing_max_images or config.packing_max_patches)
 
     def _take_encoder(self, encoder: RowEncoder) -> None:
         self.encoder = encoder

@@ -36,8 +36,15 @@ class RealFile(NamedTuple):
     state: os.stat_result
 
 
+def is_encoded(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row is a sample that is encoded already: its media are tensors, whatever its columns name."""
+    return row.get("input_ids") is not None
+
+
 def media(row: Mapping[str, Any]) -> Iterator[Medium]:
-    """Yield all media that a row names, in every form that ms-swift documents."""
+    """Yield all media that a row names, in every form that ms-swift documents; none of an encoded sample."""
+    if is_encoded(row):
+        return
     for column, kind in _COLUMNS.items():
         if (value := row.get(column)) is not None:
             yield from _media(column, kind, value)

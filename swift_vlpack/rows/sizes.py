@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.plan.parts import CutRows
+from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.words import counted
@@ -33,6 +34,9 @@ class RowSize(NamedTuple):
 
 
 NUM_COLUMNS = len(RowSize._fields)
+NUM_ROWS_OF_A_KIND = 16
+"""Rows of each kind (text, one image, several images, video) to compare in every source. The smallest and largest of
+each kind are added, because the limits of a template take effect there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,3 +103,21 @@ class LengthIndex:
     def supervised(self) -> NDArray[np.int64]:
         """Tokens of each row that are predicted."""
         return self.columns[3]
+
+
+def rows_to_compare(sizes: LengthIndex, name: str, num_drawn: int = NUM_ROWS_OF_A_KIND) -> list[int]:
+    """Choose rows of each kind: the smallest and largest by tokens, images and patches, and some drawn at random."""
+    chosen: set[int] = set()
+    for kind in _kinds(sizes):
+        for column in (sizes.lengths, sizes.images, sizes.patches):
+            chosen.update(kind[np.argsort(column[kind], kind="stable")[[0, -1]]].tolist())
+        chosen.update(kind[permutation(len(kind), "verify", name)[:num_drawn]].tolist())
+    return sorted(chosen)
+
+
+def _kinds(sizes: LengthIndex) -> Iterator[NDArray[np.int64]]:
+    """Yield the rows of each kind: texts, one image, several images, video."""
+    images, is_video = sizes.images, (sizes.images == 0) & (sizes.patches > 0)
+    for is_kind in ((images == 0) & ~is_video, images == 1, images > 1, is_video):
+        if len(rows := np.flatnonzero(is_kind & (sizes.lengths > 0))):
+            yield rows

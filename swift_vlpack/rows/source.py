@@ -41,6 +41,7 @@ from swift_vlpack.words import counted
 Row = dict[str, Any]
 
 _NUM_ROWS_OF_READ = 128
+_TOLD = "_vlpack_epoch"  # the attribute of a data set with the epoch that it was told last
 _NUM_FILES_REMEMBERED = 16  # files whose line numbers are kept in memory, 8 bytes a row
 COLUMN_OF_ORIGIN = "dataset"
 """The column in which ms-swift writes the path of a row's file."""
@@ -66,6 +67,8 @@ class RowSource:
     """Number of each row; None if row i has the number i."""
     is_numbered: bool = True
     """True if rows are numbered as in the file; False if only by their place among the loaded rows."""
+    lengths: Sequence[int] | NDArray[np.int64] | None = None
+    """Tokens of each row if they are known, images expanded. Rows with a method `length(index)` need no list."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
     num_lost: int | None = 0
@@ -94,6 +97,21 @@ class RowSource:
         return f"<RowSource {self.name}: {counted(len(self.rows), 'row')}{limit}, ratio {self.ratio:g}>"
 
     @property
+    def changes(self) -> bool:
+        """Tell whether the rows are others in every epoch."""
+        return hasattr(self.rows, "set_epoch")
+
+    @property
+    def declared_lengths(self) -> list[int] | None:
+        """Return the tokens of each row, without encoding it; None if they are not known."""
+        length = getattr(self.rows, "length", None)
+        if self.lengths is None and callable(length):
+            return [int(length(index)) for index in range(len(self.rows))]
+        if self.lengths is not None and len(self.lengths) != len(self.rows):
+            raise DataError(f"source {self.name!r}: {len(self.lengths)} lengths for {len(self.rows)} rows")
+        return None if self.lengths is None else list(map(int, self.lengths))
+
+    @property
     def num_used(self) -> int:
         """Return the number of rows from which epochs draw."""
         return len(self.rows) if self.sample_limit is None else min(self.sample_limit, len(self.rows))
@@ -113,6 +131,15 @@ class RowSource:
     def where(self, index: int) -> str:
         """Return where a person finds a row: `file:line`, or the file or data set and the row in it."""
         return place(self.origin or self.name, self.row_number(index), is_loaded=not self.is_numbered)
+
+
+def set_epoch(rows: Any, epoch: int) -> None:
+    """Tell a data set that changes which epoch to draw, unless it was told last: to draw and shuffle takes time."""
+    if hasattr(rows, "set_epoch"):
+        known = getattr(rows, "__dict__", {})  # kept with the rows, as all packs around them need to know
+        if known.get(_TOLD) != epoch:
+            rows.set_epoch(epoch)
+            known[_TOLD] = epoch
 
 
 def with_system(row: Row, system: str | None) -> Row:

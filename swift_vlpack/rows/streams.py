@@ -34,7 +34,7 @@ class StreamedRows:
     def __init__(
         self,
         rows: Iterable[Row],
-        template: Template,
+        template: Template | None,
         *,
         name: str = "stream",
         strict: bool = False,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from swift_vlpack import Collator, PackingConfig, PackingDataset, prepare_model, prove
-from swift_vlpack.errors import ConfigError, DataError, IsolationError
+from swift_vlpack.errors import ConfigError, IsolationError
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.doc_blocks import blocks
 from tests.marks import telling
@@ -306,17 +306,6 @@ def test_prepared_model_can_be_pickled(door, rows):
 
 
 LIVE_ON = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 4}
-
-
-def test_workers_that_live_on_are_refused_in_a_new_epoch(door, rows):
-    """OWN-6 DATA-4: PyTorch's own loader tells them nothing, so they would repeat the old epoch."""
-    template = door[1]
-    packs = PackingDataset(rows, template, config(), num_epochs=2)
-    loader = DataLoader(packs, batch_size=1, collate_fn=Collator(template), **LIVE_ON)
-    assert [batch.record for batch in loader] == [packs[index].record for index in range(len(packs))]
-    packs.set_epoch(1)
-    with pytest.raises(DataError, match="packs of epoch 0, and epoch 1 is set: give the loader sampler="):
-        list(loader)
 
 
 @pytest.mark.parametrize("context", ["fork", telling("spawn")])

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from swift_vlpack.lengths.audit import NUM_ROWS_OF_A_KIND, checked_lengths, rows_to_compare
+from swift_vlpack.lengths.audit import checked_lengths
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.sizes import NUM_ROWS_OF_A_KIND, LengthIndex, RowSize, rows_to_compare
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
