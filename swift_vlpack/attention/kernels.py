@@ -13,6 +13,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -22,9 +23,11 @@ from swift_vlpack.attention.packed_sequence import (
     Bounds,
     PackedSequence,
     States,
+    by_token,
     groups_of,
     segments_of,
     similar_samples,
+    to_device,
 )
 from swift_vlpack.plan.boundaries import ROOT
 
@@ -110,7 +113,8 @@ def _masked(scores: torch.Tensor, mask: SampleMask) -> torch.Tensor:
         if not mask.is_causal:
             return scores
         # With a cache there are fewer queries than keys; the queries are the last tokens.
-        matrix = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        matrix = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        matrix = matrix.tril(scores.shape[-1] - scores.shape[-2])
     matrix = matrix.to(scores.device)
     if matrix.dtype == torch.bool:
         return scores.masked_fill(~matrix, torch.finfo(scores.dtype).min)
@@ -245,13 +249,12 @@ def block_mask(bounds: Bounds, window: int | None, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     segments = segments_of(bounds)
-    lengths = torch.tensor([segment.num_own for segment in segments], device=device)
-    sample = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    sample = by_token(torch.arange(len(segments), device=device), [segment.num_own for segment in segments])
     if bounds.parents:
         numbers = [number if parent == ROOT else parent for number, parent in enumerate(bounds.parents)]
-        prefix = torch.tensor(numbers, device=device)[sample]
+        prefix = to_device(numbers, device)[sample]
         # For each token, how much farther it lies from its prefix here than in its row alone.
-        shift = torch.tensor([one.start - one.num_prefix - one.prefix_start for one in segments], device=device)[sample]
+        shift = to_device([one.start - one.num_prefix - one.prefix_start for one in segments], device)[sample]
 
     def sees(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
         is_seen = (sample[q_idx] == sample[kv_idx]) & (kv_idx <= q_idx)
@@ -279,14 +282,14 @@ def _capped(softcap: float | None) -> Any:
 def _keys_of_rows(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys of all segments end to end, as indices into the sequence, and where the keys of each end."""
     segments = segments_of(bounds)
-    tokens = [segment.of(torch.arange(bounds.ends[-1]), dim=0) for segment in segments]
+    tokens = [np.r_[one.prefix_start : one.prefix_end, one.start : one.end] for one in segments]
     ends = (0, *accumulate(segment.num_keys for segment in segments))
-    return torch.cat(tokens).to(device), torch.tensor(ends, dtype=torch.int32, device=device)
+    return to_device(np.concatenate(tokens), device), _on_device(ends, device)
 
 
 @lru_cache(maxsize=8)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=device)
+    return to_device(np.array(ends, np.int32), device)
 
 
 def _common_window(sequence: PackedSequence) -> int | None:

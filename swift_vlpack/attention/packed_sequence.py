@@ -22,6 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -48,9 +49,9 @@ LEAST_SHARE = 0.8
 """Samples of a group are at least this long, as a share of the longest sample of the group. So at most a fifth of a
 batch is padding."""
 
-# Caches `tolist()`, which waits for the device, so that all layers of a forward share one copy. The tensor is the key,
-# because no other object of a forward reaches every layer, also when checkpointing runs a layer again after the forward
-# is over. Weak, so that nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
+# The host's copy of boundaries, because `tolist()` waits for the device. The tensor is the key, because no other object
+# of a forward reaches every layer, also when checkpointing runs a layer again after the forward is over. Weak, so that
+# nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
 _on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -67,8 +68,13 @@ def tensor_of(boundaries: Boundaries) -> torch.Tensor:  # (num_segments + 1,), o
     return torch.tensor(lines if boundaries.parents else lines[0], dtype=torch.int32)
 
 
+def keep_on_host(cu_seqlens: torch.Tensor, bounds: Bounds) -> None:
+    """Say which boundaries a tensor has, so that they are not read from its device."""
+    _on_host[cu_seqlens] = bounds
+
+
 def boundaries_of(cu_seqlens: torch.Tensor) -> Bounds:
-    """Return the boundaries as integers, copied from the device once for all layers of a forward.
+    """Return the boundaries as integers, as the batch kept them on the host; else read from the device once a forward.
 
     This is the one place where attention learns the shape of a sequence. Sequence parallelism will look up the
     boundaries of the whole sequence for a rank that holds a slice of it: callers ask per sequence, never per rank.
@@ -78,6 +84,18 @@ def boundaries_of(cu_seqlens: torch.Tensor) -> Bounds:
         known = _forest(*cu_seqlens.tolist()) if cu_seqlens.ndim == 2 else Bounds(tuple(cu_seqlens.tolist()))
         _on_host[cu_seqlens] = known
     return known
+
+
+def to_device(numbers: Sequence[int] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """Copy numbers of the host to a device without waiting for what the device computes."""
+    # `torch.tensor(..., device=device)` would wait.
+    return torch.as_tensor(numbers).to(device, non_blocking=True)
+
+
+def by_token(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:  # (sum(lengths),)
+    """Repeat the value of each segment for every token of it."""
+    # Without the size, it would be read from the device.
+    return values.repeat_interleave(to_device(lengths, values.device), output_size=sum(lengths))
 
 
 def _forest(ends: list[int], parents: list[int]) -> Bounds:
@@ -247,18 +265,22 @@ def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torc
         return query
     if ends[-1] < module.floor_scale or len(ends) == 2:
         return query
-    in_sequence = torch.arange(ends[-1], device=query.device)
-    starts = torch.tensor([one.start - one.num_prefix for one in segments_of(bounds)], device=query.device)
-    lengths = torch.tensor(ends, device=query.device).diff()
-    in_sample = in_sequence - torch.repeat_interleave(starts, lengths)
-    factor = _temperature(module, in_sample) / _temperature(module, in_sequence)
+    factor = _correction(bounds, query.device, module.floor_scale, module.attn_scale)
     return (query * factor[:, None]).to(query.dtype)
 
 
-def _temperature(module: Any, position: torch.Tensor) -> torch.Tensor:
-    """Compute the temperature by Llama 4's own formula."""
-    temperature: torch.Tensor = torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale))
-    return temperature * module.attn_scale + 1.0
+@lru_cache(maxsize=8)  # shared by the layers of a forward
+def _correction(bounds: Bounds, device: torch.device, floor_scale: float, attn_scale: float) -> torch.Tensor:
+    """Return Llama 4's temperature of each token in its sample, as a share of that in the sequence."""
+    segments = segments_of(bounds)
+    starts = to_device([one.start - one.num_prefix for one in segments], device)
+    in_sequence = torch.arange(bounds.ends[-1], device=device)
+    in_sample = in_sequence - by_token(starts, [one.num_own for one in segments])
+    of_sample, of_sequence = (
+        torch.log1p(torch.floor((position.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+        for position in (in_sample, in_sequence)
+    )
+    return of_sample / of_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,22 +314,31 @@ class Groups:
 @lru_cache(maxsize=8)  # shared by the layers of a forward
 def groups_of(bounds: Bounds, device: torch.device) -> Groups:
     """Group samples of similar length, so that work per sample becomes work per group."""
-    groups, places, num_before = [], torch.empty(bounds.ends[-1], dtype=torch.long), 0
-    for samples in similar_samples(bounds):
-        # Computed on the host and copied once: `nonzero` on a device would stop the host until the device is done.
-        starts, lengths, prefixes = torch.tensor([(one.start, one.num_own, one.prefix_start) for one in samples]).T[
-            :, :, None
-        ]
-        place = torch.arange(int(lengths[0]))
-        tokens, is_real = starts + torch.minimum(place, lengths - 1), place < lengths
-        places[tokens[is_real]] = num_before + torch.nonzero(is_real.flatten()).flatten()
-        num_before += tokens.numel()
-        num_prefix = samples[0].num_prefix
-        keys = torch.cat([prefixes + torch.arange(num_prefix), tokens], dim=1) if num_prefix else tokens
-        groups.append(Group(samples, tokens.to(device), keys.to(device)))
-    tokens = torch.cat([group.tokens.flatten() for group in groups])
-    keys = torch.cat([group.keys.flatten() for group in groups]) if bounds.parents else tokens
-    return Groups(tuple(groups), tokens, keys, places.to(device))
+    # Computed on the host and copied at once: a device would have to be waited for to know sizes, or for each copy.
+    of_queries, of_keys, places, num_before = [], [], np.empty(bounds.ends[-1], np.int64), 0
+    groups = similar_samples(bounds)
+    for samples in groups:
+        numbers = np.array([(one.start, one.num_own, one.prefix_start) for one in samples]).T[:, :, None]
+        starts, lengths, prefixes = numbers
+        place = np.arange(samples[0].num_own)
+        tokens, is_real = starts + np.minimum(place, lengths - 1), place < lengths
+        places[tokens[is_real]] = num_before + np.flatnonzero(is_real)
+        num_before += tokens.size
+        of_queries.append(tokens)
+        of_keys.append(np.concatenate([prefixes + np.arange(samples[0].num_prefix), tokens], axis=1))
+    # Without prefixes, the keys are the tokens.
+    parts = [*of_queries, *(of_keys if bounds.parents else ())]
+    copied = to_device(np.concatenate([places, *(part.ravel() for part in parts)]), device)
+    places_there, tokens_there, keys_there = copied.split(
+        [len(places), num_before, len(copied) - len(places) - num_before]
+    )
+    keys_there = keys_there if bounds.parents else tokens_there
+    queries_of, keys_of = (
+        [one.view(part.shape) for one, part in zip(all_of.split([part.size for part in parts]), parts, strict=True)]
+        for all_of, parts in ((tokens_there, of_queries), (keys_there, of_keys))
+    )
+    made = tuple(map(Group, groups, queries_of, keys_of))
+    return Groups(made, tokens_there, keys_there, places_there)
 
 
 @lru_cache(maxsize=8)

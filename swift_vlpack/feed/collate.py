@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import get_worker_info
 
+from swift_vlpack.attention.packed_sequence import Bounds, boundaries_of, keep_on_host
 from swift_vlpack.attention.prepare import check_ready
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.sequence import layout, packed_sequence
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NOT_FOR_THE_MODEL = ("loss_scale", "channel", "text_position_ids")
 """Fields that templates add for ms-swift's trainer, which removes them again. No model's forward takes them."""
+BOUNDARIES = "cu_seq_lens_q"
+"""Field with the boundaries of the samples of a sequence, which attention reads."""
 UNUSED_COLUMNS = "_extra_kwargs"
 """Field with the columns that a template does not know, which it adds to a batch without `remove_unused_columns`."""
 
@@ -44,10 +47,17 @@ class Batch(dict[str, Any]):
     """The samples of the pack; None for a padded batch."""
     beside: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Fields that the template made for a trainer, not for the model. They stay on the CPU."""
+    bounds: ClassVar[Bounds | None] = None
+    """Boundaries of the samples, which stay on the host: attention needs their numbers. None for a padded batch."""
+
+    def __init__(self, *inputs: Any) -> None:
+        super().__init__(*inputs)
+        if self.bounds is not None and (moved := self.get(BOUNDARIES)) is not None:
+            keep_on_host(moved, self.bounds)
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """Move the tensors to a device."""
-        return batch_of(on_device(self, device, non_blocking), self.record, self.beside)
+        return type(self)(on_device(self, device, non_blocking))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return batch_of, (dict(self), self.record, dict(self.beside))
@@ -55,7 +65,8 @@ class Batch(dict[str, Any]):
 
 def batch_of(inputs: Mapping[str, Any], record: PackRecord | None, beside: Mapping[str, Any]) -> Batch:
     """Make a batch of model inputs, with a record and with fields that are not for the model (`beside`)."""
-    own_type = type("Batch", (Batch,), {"record": record, "beside": beside})
+    bounds = boundaries_of(inputs[BOUNDARIES]) if BOUNDARIES in inputs else None
+    own_type = type("Batch", (Batch,), {"record": record, "beside": beside, "bounds": bounds})
     made: Batch = own_type(inputs)
     return made
 

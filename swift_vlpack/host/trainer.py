@@ -18,10 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from swift.utils import get_logger, is_master
 from transformers.trainer_utils import seed_worker
 
+from swift_vlpack.attention.packed_sequence import to_device
 from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
@@ -93,6 +95,7 @@ class PackingTrainer(EvaluatesRows):
         self.step_check = StepCheck(self)
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self.own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
+        self._num_targets: int | None = None  # of the sequence that is trained now; None outside of a step
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
@@ -181,16 +184,18 @@ class PackingTrainer(EvaluatesRows):
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
         self.own_lengths = (*record.own_lengths, record.num_padding) if record.shared else ()
+        self._num_targets = record.num_targets
         with layout(self.template, packed=True), self.step_check.sequence():
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._num_targets = None
         self.events.trained(record)
         return loss
 
     def get_cu_seqlens(self, position_ids: Any, logits_to_keep: Any) -> torch.Tensor:
         """Say where samples start, for the loss by channel and the accuracy. A branch begins with what is its own."""
         if self.own_lengths and self.model.training:
-            starts = [torch.arange(num, device=position_ids.device) for num in self.own_lengths if num]
-            position_ids = torch.cat(starts)[None]
+            starts = np.concatenate([np.arange(num) for num in self.own_lengths])
+            position_ids = to_device(starts, position_ids.device)[None]
         cu_seqlens: torch.Tensor = super().get_cu_seqlens(position_ids, logits_to_keep)
         return cu_seqlens
 
@@ -236,12 +241,16 @@ class PackingTrainer(EvaluatesRows):
         labels = inputs.get("labels")
         if self.model.training:
             self.step_check.divide(num_items_in_batch)
-        if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
+        if not self.model.training or labels is None or self._has_targets(labels):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
         outputs = model(**{key: value for key, value in inputs.items() if key not in unused})
         loss = outputs.logits.float().sum() * 0.0
         return (loss, outputs) if return_outputs else loss
+
+    def _has_targets(self, labels: torch.Tensor) -> bool:
+        """Ask the record of the sequence that is trained, because the labels would have to be waited for."""
+        return bool((labels != NO_LABEL).any()) if self._num_targets is None else self._num_targets > 0
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
         """Let ms-swift drop logits without a target, unless it smooths labels without shifting them.
