@@ -223,7 +223,7 @@ def by_flex(sequence: PackedSequence, flex_attention: Any) -> torch.Tensor:
         sequence.query,
         sequence.key,
         sequence.value,
-        score_mod=_capped(args.softcap),
+        score_mod=_capped(args.softcap, sequence.query.device),
         block_mask=block_mask(sequence.bounds, _common_window(sequence), sequence.query.device),
         scale=args.scaling,
         enable_gqa=sequence.query.shape[1] != sequence.key.shape[1],
@@ -272,10 +272,11 @@ def block_mask(bounds: Bounds, window: int | None, device: torch.device) -> Any:
 
 
 @cache
-def _capped(softcap: float | None) -> Any:
+def _capped(softcap: float | None, device: torch.device) -> Any:
     if softcap is None:
         return None
-    return lambda score, batch_idx, head_idx, q_idx, kv_idx: softcap * torch.tanh(score / softcap)
+    cap = torch.full((), softcap, device=device)  # a tensor: compiled for any length, flex takes no float from outside
+    return lambda score, batch_idx, head_idx, q_idx, kv_idx: cap * torch.tanh(score / cap)
 
 
 @lru_cache(maxsize=8)
