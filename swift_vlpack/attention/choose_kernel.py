@@ -2,21 +2,25 @@
 
 Each kernel is tried with the heads and arguments of the model's own layers, on a short sequence of random numbers, in
 the run's data type and in float32. Its results and gradients must equal those of `reference`, also on a sequence with
-shared prefixes if rows share prefixes. `varlen` is taken where it is right. Else each sequence takes `segments` or
-`grouped` by its lengths (`by_lengths`).
+shared prefixes if rows share prefixes. `varlen` is taken where it is right. Else, and in layers that it does not
+support, each sequence takes `segments` or `grouped` by its lengths (`by_lengths`) and by the price of a call, which is
+measured on a device other than a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, by_lengths, eager, segments
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, by_lengths, eager, first_able, segments
 from swift_vlpack.attention.masks import SequenceMask, resized
 from swift_vlpack.attention.packed_sequence import PackedSequence
 from swift_vlpack.comm import ALONE, OfAll
@@ -57,23 +61,81 @@ def choose(
     names = [name for name in TRIED_BY_AUTO if name in kernels] if wanted == AUTO else [wanted]
     layouts = [Boundaries(LENGTHS), *([WITH_BRANCHES] if shares_prefixes else [])]
 
-    def try_all() -> dict[str, str]:
-        cases = [(kind, layout) for kind in layer_kinds(_calls(model, forward)) for layout in layouts]
-        return {name: _why_not(cases, kernels[name]) for name in names}
+    kinds: list[LayerKind] = []
+
+    def try_all() -> dict[str, Tried]:
+        kinds.extend(layer_kinds(_calls(model, forward)))
+        return {name: _tried([(kind, layout) for kind in kinds for layout in layouts], kernels[name]) for name in names}
 
     # A kernel that one rank cannot use is used by no rank.
     of_ranks = results_of_all(try_all)
-    why_not = {name: next(filter(None, (found[name] for found in of_ranks)), "") for name in names}
+    why_not = {name: next(filter(None, (found[name].why_not for found in of_ranks)), "") for name in names}
     chosen = _first_right(why_not) if wanted == AUTO else wanted
     if why_not[chosen]:
         raise ConfigError(f"packing_attention={chosen}: the kernel {why_not[chosen]}; set packing_attention=auto")
     others = "; ".join(f"{name} {why}" for name, why in why_not.items() if why)
     others = f" ({others})" if others else ""
-    if wanted == AUTO and chosen == GROUPED:
-        attention.use_kernel(model, by_lengths, by_lengths if shares_prefixes else segments)
-        return f"attention vlpack: {SEGMENTS} or {GROUPED}, by the lengths of each sequence{others}"
-    attention.use_kernel(model, kernels[chosen], kernels[chosen] if shares_prefixes else segments)
-    return f"attention vlpack: {chosen}, {'equal to the reference' if wanted == AUTO else 'as asked for'}{others}"
+    kernel, how = kernels[chosen], f"{chosen}, {'equal to the reference' if wanted == AUTO else 'as asked for'}"
+    used = [name for name in dict.fromkeys((chosen, GROUPED)) if name != SEGMENTS and not why_not.get(name, "untried")]
+    if wanted == AUTO and GROUPED in used:
+        quicker: Kernel = by_lengths
+        if _launches_are_dear(kinds[0].call):
+            price = max(results_of_all(lambda: bytes_of_call(kinds[0])))
+            quicker = partial(by_lengths, bytes_of_call=price)
+            others = f", where a call costs what copying {price / 2**20:.3g} MiB costs{others}"
+        kernel = quicker if chosen == GROUPED else first_able(kernel, quicker)
+        how = f"{SEGMENTS} or {GROUPED}, by the lengths of each sequence" if chosen == GROUPED else how
+    attention.use_kernel(model, kernel, kernel if shares_prefixes else segments)
+    return f"attention vlpack: {how}{others}{_launches(kinds[0].call, [of_ranks[0][name].reasons for name in used])}"
+
+
+def _launches(call: PackedSequence, reasons: Sequence[Sequence[str]]) -> str:
+    """Say that layers launch kernels for every sample, and the way out; empty on a CPU, where it costs little.
+
+    `reasons` has, for each kernel in use, why it does not support a case, for all cases.
+    """
+    of_cases = [of_case for of_case in zip(*reasons, strict=True) if all(of_case)]
+    if not _launches_are_dear(call) or (reasons and not of_cases):
+        return ""
+    why = f" ({of_cases[0][-1]})" if of_cases else ""
+    return (
+        f"; {'some' if reasons else 'all'} layers launch their kernels for every sample{why}: pack longer samples, or "
+        "train with --attn_impl flash_attn where the model has it"
+    )
+
+
+def _launches_are_dear(call: PackedSequence) -> bool:
+    return call.query.device.type != "cpu"
+
+
+def bytes_of_call(kind: LayerKind) -> float:
+    """Measure the price of one call on a short sample: the bytes that the device copies in the same time.
+
+    The gradients are included in both. A power of two, because clocks differ from run to run.
+    """
+    few, many = (kind.random((16,) * num, LONGEST_WINDOW) for num in (8, 40))
+    of_call = (_seconds(partial(results, many, segments)) - _seconds(partial(results, few, segments))) / 32
+    states = kind.random((16,), LONGEST_WINDOW).query[0].detach().transpose(0, 1)
+    small, large = (states.repeat(num // states.nbytes + 1, 1, 1).requires_grad_() for num in (2**24, 2**26))
+    of_bytes = _seconds(partial(_copied, large)) - _seconds(partial(_copied, small))
+    price = of_call / max(of_bytes, 1e-9) * (large.nbytes - small.nbytes)
+    return float(2 ** round(math.log2(min(max(price, 2**10), 2**30))))
+
+
+def _copied(states: torch.Tensor) -> Sequence[torch.Tensor]:
+    tokens = torch.arange(len(states), device=states.device)
+    return torch.autograd.grad(states.index_select(0, tokens), states, states.detach())
+
+
+def _seconds(compute: Callable[[], Sequence[torch.Tensor]]) -> float:
+    """Return the time of the fastest of six calls, until the device has computed the last result."""
+    times = []
+    with torch.enable_grad():
+        for _ in range(6):
+            start = time.perf_counter()
+            compute()[-1].flatten()[0].item()
+            times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _first_right(why_not: Mapping[str, str]) -> str:
@@ -118,21 +180,30 @@ class _Wrong(Exception):
     """Raised when a kernel gives another result than the reference."""
 
 
-def _why_not(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> str:
-    """Say why a kernel must not be used, in one line; empty if it may. On an untested device it may raise anything."""
+class Tried(NamedTuple):
+    """A kernel that was compared with the reference."""
+
+    why_not: str
+    """Why it must not be used, in one line; empty if it may."""
+    reasons: tuple[str, ...] = ()
+    """For each case, why the kernel does not support it; empty if it does."""
+
+
+def _tried(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> Tried:
+    """Try a kernel, which on an untested device may raise anything."""
     try:
-        return _checked(cases, kernel)
+        reasons = tuple(_checked(cases, kernel))
     except Exception as error:
         why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
-        return why.splitlines()[0]
+        return Tried(why.splitlines()[0])
+    return Tried(reasons[0] if all(reasons) else "", reasons)
 
 
-def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> str:
+def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> Iterator[str]:
     """Compare the results for all kinds of layers with the reference. Raises `_Wrong` if one differs.
 
-    Returns the reason if the kernel supports none of them; `segments` compute what it does not support.
+    Yields the reason why the kernel does not support a case, empty if it does. Another kernel computes such a layer.
     """
-    reasons = []
     for kind, layout in cases:
         sequence = kind.random(layout, LONGEST_WINDOW)
         try:
@@ -141,11 +212,11 @@ def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> s
                 with _own_numbers():
                     kernel(kind.random(layout, LONGEST_WINDOW, with_dropout=True))
         except CannotDo as reason:
-            reasons.append(str(reason))
+            yield str(reason)
             continue
         if sequence.query.dtype in (torch.bfloat16, torch.float16):
             _compare_in_float32(kind.random(layout, LONGEST_WINDOW, dtype=torch.float32), kernel)
-    return reasons[0] if len(reasons) == len(cases) else ""
+        yield ""
 
 
 def _compare(sequence: PackedSequence, kernel: Kernel) -> None:

@@ -33,11 +33,10 @@ from swift_vlpack.plan.boundaries import ROOT
 
 Kernel = Callable[[PackedSequence], torch.Tensor]
 
-BYTES_OF_CALL, BYTES_OF_EAGER_CALL, BYTES_OF_LAUNCH = 50e3, 100e3, 10e6
-"""Price of one call of attention on a short sample, as the number of bytes of query, key and value that could be copied
-in the same time (gradients included on both sides). In order: sdpa on a CPU and `eager` on a CPU, both measured on one
-thread with 8 to 128 tokens, 4 and 16 heads, fp32 and bf16; and a GPU, where a call is some ten launches of kernels
-(estimated: 0.1 ms at 0.1 TB/s)."""
+BYTES_OF_CALL, BYTES_OF_EAGER_CALL = 50e3, 100e3
+"""Price on a CPU of one call of attention on a short sample, as the number of bytes of query, key and value that could
+be copied in the same time (gradients included on both sides): of sdpa and of `eager`, measured on one thread with 8 to
+128 tokens, 4 and 16 heads, fp32 and bf16. On other devices `choose_kernel` measures it before step 1."""
 
 
 class CannotDo(Exception):
@@ -152,23 +151,32 @@ def _batches(states: torch.Tensor, tokens: torch.Tensor, of_groups: Sequence[tor
         yield copy.unflatten(0, tuple(group.shape)).transpose(1, 2)  # (num_samples, num_heads, longest, head_dim)
 
 
-def by_lengths(sequence: PackedSequence) -> torch.Tensor:
+def by_lengths(sequence: PackedSequence, bytes_of_call: float | None = None) -> torch.Tensor:
     """Compute by `grouped` where many short samples make it quicker, else by `segments`."""
-    return grouped(sequence) if saves_calls(sequence) else segments(sequence)
+    return grouped(sequence) if saves_calls(sequence, bytes_of_call) else segments(sequence)
 
 
-def saves_calls(sequence: PackedSequence) -> bool:
+def saves_calls(sequence: PackedSequence, bytes_of_call: float | None = None) -> bool:
     """Tell whether the calls that `grouped` saves take longer than the copy of all tokens that it needs."""
-    if sequence.query.device.type == "cpu":
-        worth = BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL
-    else:
-        worth = BYTES_OF_LAUNCH
+    worth = bytes_of_call or (BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL)
     states = (sequence.query, sequence.key, sequence.value)
     num_bytes = sum(one.numel() * one.element_size() for one in states)
     num_samples = len(sequence.ends) - 1
     if num_samples * worth <= num_bytes:
         return False
     return (num_samples - len(similar_samples(sequence.bounds))) * worth > num_bytes
+
+
+def first_able(first: Kernel, second: Kernel) -> Kernel:
+    """Return the kernel that computes by the first of two, and by the second what the first does not support."""
+
+    def compute(sequence: PackedSequence) -> torch.Tensor:
+        try:
+            return first(sequence)
+        except CannotDo:
+            return second(sequence)
+
+    return compute
 
 
 def varlen(sequence: PackedSequence) -> torch.Tensor:
@@ -179,9 +187,11 @@ def varlen(sequence: PackedSequence) -> torch.Tensor:
     if not sequence.query.is_cuda:
         raise CannotDo(f"needs CUDA, the sequence is on {sequence.query.device.type}")
     if sequence.query.dtype not in (torch.float16, torch.bfloat16):
-        raise CannotDo("computes in 16 bits")
-    if not sequence.args.is_plain or sequence.args.dropout:
-        raise CannotDo("knows no sinks, soft cap, bias or dropout")
+        raise CannotDo("computes in 16 bits: --torch_dtype bfloat16")
+    if sequence.args.dropout:
+        raise CannotDo("knows no dropout: attention_dropout 0 in the model's config")
+    if not sequence.args.is_plain:
+        raise CannotDo("knows no sinks, soft cap or bias")
     ends = _on_device(sequence.ends, sequence.query.device)
     states = (sequence.query, sequence.key, sequence.value)
     query, key, value = (one[0].transpose(0, 1).contiguous() for one in states)
