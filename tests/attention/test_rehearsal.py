@@ -1,10 +1,12 @@
 """Kernels and decoders on CUDA tensors that are fake (`tests/fake_cuda.py`): devices, types, strides, and no wait."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import transformers as T
 from torch.nn.attention import varlen as of_torch
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import masking_utils as of
 
 from swift_vlpack.attention import attention, kernels
@@ -111,8 +113,7 @@ def test_what_varlen_is_called_with(cuda, monkeypatch, layout, window, expected)
 def test_compiled_flex_takes_its_mask(monkeypatch, asked, layout):
     """ATTN-11: captured and traced as for CUDA; only the last step, which makes code for the driver, is left out."""
     torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=True, backend="aot_eager")
-    monkeypatch.setattr(kernels, "_compiled_flex", lambda: compiled)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     with rehearsal(compiles=True):
         sequence = sequence_of(LAYOUTS[layout], **ASKED[asked])
         if asked in CANNOT["flex"]:
@@ -131,6 +132,21 @@ def test_mask_of_flex_is_made_on_the_device(cuda, window, layout):
     num_tokens = bounds.ends[-1]
     assert made.kv_indices.device.type == "cuda"
     assert made.shape == (1, 1, num_tokens, num_tokens)
+
+
+def test_device_is_not_asked_which_samples_have_images(cuda):
+    """ATTN-11: every sample of a model with image blocks gets a matrix there."""
+    num = LAYOUTS["flat"].num_tokens
+    blocks, padding = torch.zeros(1, num, dtype=torch.int64, device="cuda"), torch.ones(1, num, device="cuda").bool()
+    function = of.or_masks(of.causal_mask_function, of.blockwise_overlay(blocks))
+    options = {"device": torch.device("cuda"), "allow_is_causal_skip": True, "use_vmap": True}
+    for changed in ({}, {"attention_mask": padding}):
+        sequence = replace(sequence_of(LAYOUTS["flat"]), mask=SequenceMask(function, num, {**options, **changed}))
+        assert all(sequence.mask_of(segment).matrix is not None for segment in sequence.segments)
+        assert_attended(kernels.segments(sequence), sequence)
+        for kernel in (kernels.grouped, kernels.varlen):
+            with pytest.raises(CannotDo):
+                kernel(sequence)
 
 
 def test_waits_show():
