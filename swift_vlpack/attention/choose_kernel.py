@@ -10,7 +10,6 @@ measured on a device other than a CPU.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,9 +17,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, by_lengths, eager, first_able, segments
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, by_first_able, by_lengths, eager, segments
 from swift_vlpack.attention.masks import SequenceMask, resized
 from swift_vlpack.attention.packed_sequence import PackedSequence
 from swift_vlpack.comm import ALONE, OfAll
@@ -70,77 +70,53 @@ def choose(
     # A kernel that one rank cannot use is used by no rank.
     of_ranks = results_of_all(try_all)
     why_not = {name: next(filter(None, (found[name].why_not for found in of_ranks)), "") for name in names}
-    chosen = _first_right(why_not) if wanted == AUTO else wanted
+    right = [name for name in (VARLEN, GROUPED) if not why_not.get(name, "is not tried")]
+    chosen = next(iter(right), SEGMENTS) if wanted == AUTO else wanted
     if why_not[chosen]:
         raise ConfigError(f"packing_attention={chosen}: the kernel {why_not[chosen]}; set packing_attention=auto")
     others = "; ".join(f"{name} {why}" for name, why in why_not.items() if why)
     others = f" ({others})" if others else ""
     kernel, how = kernels[chosen], f"{chosen}, {'equal to the reference' if wanted == AUTO else 'as asked for'}"
-    used = [name for name in dict.fromkeys((chosen, GROUPED)) if name != SEGMENTS and not why_not.get(name, "untried")]
+    used = right if wanted == AUTO else [wanted]
     if wanted == AUTO and GROUPED in used:
         quicker: Kernel = by_lengths
-        if _launches_are_dear(kinds[0].call):
+        if kinds[0].is_on_device:
             price = max(results_of_all(lambda: bytes_of_call(kinds[0])))
             quicker = partial(by_lengths, bytes_of_call=price)
             others = f", where a call costs what copying {price / 2**20:.3g} MiB costs{others}"
-        kernel = quicker if chosen == GROUPED else first_able(kernel, quicker)
+        kernel = quicker if chosen == GROUPED else partial(by_first_able, kernel, quicker)
         how = f"{SEGMENTS} or {GROUPED}, by the lengths of each sequence" if chosen == GROUPED else how
     attention.use_kernel(model, kernel, kernel if shares_prefixes else segments)
-    return f"attention vlpack: {how}{others}{_launches(kinds[0].call, [of_ranks[0][name].reasons for name in used])}"
+    return f"attention vlpack: {how}{others}{_launches(kinds[0], [of_ranks[0][name].reasons for name in used])}"
 
 
-def _launches(call: PackedSequence, reasons: Sequence[Sequence[str]]) -> str:
-    """Say that layers launch kernels for every sample, and the way out; empty on a CPU, where it costs little.
-
-    `reasons` has, for each kernel in use, why it does not support a case, for all cases.
-    """
-    of_cases = [of_case for of_case in zip(*reasons, strict=True) if all(of_case)]
-    if not _launches_are_dear(call) or (reasons and not of_cases):
+def _launches(kind: LayerKind, reasons: Sequence[Sequence[str]]) -> str:
+    """Say that layers launch kernels for every sample; `reasons` are those of each kernel in use, case by case."""
+    why = next((f" ({of_case[-1]})" for of_case in zip(*reasons, strict=True) if all(of_case)), "")
+    if not kind.is_on_device or (reasons and not why):
         return ""
-    why = f" ({of_cases[0][-1]})" if of_cases else ""
     return (
         f"; {'some' if reasons else 'all'} layers launch their kernels for every sample{why}: pack longer samples, or "
         "train with --attn_impl flash_attn where the model has it"
     )
 
 
-def _launches_are_dear(call: PackedSequence) -> bool:
-    return call.query.device.type != "cpu"
-
-
 def bytes_of_call(kind: LayerKind) -> float:
-    """Measure the price of one call on a short sample: the bytes that the device copies in the same time.
+    """Measure how many bytes the device copies in the time of a call on a short sample, to a power of two.
 
-    The gradients are included in both. A power of two, because clocks differ from run to run.
+    The gradients are included in both.
     """
     few, many = (kind.random((16,) * num, LONGEST_WINDOW) for num in (8, 40))
-    of_call = (_seconds(partial(results, many, segments)) - _seconds(partial(results, few, segments))) / 32
-    states = kind.random((16,), LONGEST_WINDOW).query[0].detach().transpose(0, 1)
-    small, large = (states.repeat(num // states.nbytes + 1, 1, 1).requires_grad_() for num in (2**24, 2**26))
-    of_bytes = _seconds(partial(_copied, large)) - _seconds(partial(_copied, small))
-    price = of_call / max(of_bytes, 1e-9) * (large.nbytes - small.nbytes)
-    return float(2 ** round(math.log2(min(max(price, 2**10), 2**30))))
-
-
-def _copied(states: torch.Tensor) -> Sequence[torch.Tensor]:
+    of_call = (_seconds(lambda: results(many, segments)) - _seconds(lambda: results(few, segments))) / 32
+    states = torch.zeros(2**12, 2**12, device=kind.call.query.device, requires_grad=True)
     tokens = torch.arange(len(states), device=states.device)
-    return torch.autograd.grad(states.index_select(0, tokens), states, states.detach())
+    of_all = _seconds(lambda: torch.autograd.grad(states.index_select(0, tokens), states, states.detach()))
+    return float(2 ** round(math.log2(min(max(of_call / of_all * states.nbytes, 2**10), 2**30))))
 
 
-def _seconds(compute: Callable[[], Sequence[torch.Tensor]]) -> float:
-    """Return the time of the fastest of six calls, until the device has computed the last result."""
-    times = []
-    with torch.enable_grad():
-        for _ in range(6):
-            start = time.perf_counter()
-            compute()[-1].flatten()[0].item()
-            times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _first_right(why_not: Mapping[str, str]) -> str:
-    """Return the first of `varlen` and `grouped` that may be used, else `segments`."""
-    return next((name for name in (VARLEN, GROUPED) if not why_not.get(name, "is not tried")), SEGMENTS)
+def _seconds(compute: Callable[[], Any]) -> float:
+    timer: Any = Timer("compute()", globals={"compute": compute})  # waits for the device
+    return float(min(timer.timeit(2).mean for _ in range(4)))
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
@@ -183,10 +159,8 @@ class _Wrong(Exception):
 class Tried(NamedTuple):
     """A kernel that was compared with the reference."""
 
-    why_not: str
-    """Why it must not be used, in one line; empty if it may."""
-    reasons: tuple[str, ...] = ()
-    """For each case, why the kernel does not support it; empty if it does."""
+    why_not: str  # in one line; empty if it may be used
+    reasons: tuple[str, ...] = ()  # for each case, why the kernel does not support it; empty if it does
 
 
 def _tried(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> Tried:
@@ -249,6 +223,11 @@ class LayerKind:
     """A group of layers that call attention with the same sizes and arguments: one recorded call stands for all."""
 
     call: PackedSequence
+
+    @property
+    def is_on_device(self) -> bool:
+        """Tell whether a call launches kernels on another device than a CPU."""
+        return self.call.query.device.type != "cpu"
 
     def random(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -159,24 +158,16 @@ def by_lengths(sequence: PackedSequence, bytes_of_call: float | None = None) -> 
 def saves_calls(sequence: PackedSequence, bytes_of_call: float | None = None) -> bool:
     """Tell whether the calls that `grouped` saves take longer than the copy of all tokens that it needs."""
     worth = bytes_of_call or (BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL)
-    states = (sequence.query, sequence.key, sequence.value)
-    num_bytes = sum(one.numel() * one.element_size() for one in states)
-    num_samples = len(sequence.ends) - 1
-    if num_samples * worth <= num_bytes:
-        return False
-    return (num_samples - len(similar_samples(sequence.bounds))) * worth > num_bytes
+    num_bytes = sum(one.nbytes for one in (sequence.query, sequence.key, sequence.value))
+    return (len(sequence.segments) - len(similar_samples(sequence.bounds))) * worth > num_bytes
 
 
-def first_able(first: Kernel, second: Kernel) -> Kernel:
-    """Return the kernel that computes by the first of two, and by the second what the first does not support."""
-
-    def compute(sequence: PackedSequence) -> torch.Tensor:
-        try:
-            return first(sequence)
-        except CannotDo:
-            return second(sequence)
-
-    return compute
+def by_first_able(first: Kernel, second: Kernel, sequence: PackedSequence) -> torch.Tensor:
+    """Compute by the first of two kernels, and what it does not support by the second."""
+    try:
+        return first(sequence)
+    except CannotDo:
+        return second(sequence)
 
 
 def varlen(sequence: PackedSequence) -> torch.Tensor:
@@ -192,12 +183,10 @@ def varlen(sequence: PackedSequence) -> torch.Tensor:
         raise CannotDo("knows no dropout: attention_dropout 0 in the model's config")
     if not sequence.args.is_plain:
         raise CannotDo("knows no sinks, soft cap or bias")
-    ends = _on_device(sequence.ends, sequence.query.device)
     states = (sequence.query, sequence.key, sequence.value)
     query, key, value = (one[0].transpose(0, 1).contiguous() for one in states)
-    ends_of_keys = ends
-    if sequence.parents:  # where queries are fewer than keys, they are the last ones here
-        keys, ends_of_keys = _keys_of_rows(sequence.bounds, query.device)
+    ends, ends_of_keys, keys = _ends_and_keys(sequence.bounds, query.device)
+    if keys is not None:  # where queries are fewer than keys, they are the last ones here
         key, value = key.index_select(0, keys), value.index_select(0, keys)
     made: Any = varlen_attn(
         query,
@@ -290,17 +279,15 @@ def _capped(softcap: float | None, device: torch.device) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _keys_of_rows(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys of all segments end to end, as indices into the sequence, and where the keys of each end."""
+def _ends_and_keys(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return where segments end, where their keys do, and the keys end to end, as indices; None if keys are tokens."""
+    ends = to_device(np.array(bounds.ends, np.int32), device)
+    if not bounds.parents:
+        return ends, ends, None
     segments = segments_of(bounds)
-    tokens = [np.r_[one.prefix_start : one.prefix_end, one.start : one.end] for one in segments]
-    ends = (0, *accumulate(segment.num_keys for segment in segments))
-    return to_device(np.concatenate(tokens), device), _on_device(ends, device)
-
-
-@lru_cache(maxsize=8)
-def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return to_device(np.array(ends, np.int32), device)
+    ends_of_keys = np.cumsum([0, *(one.num_keys for one in segments)], dtype=np.int32)
+    keys = np.concatenate([np.r_[one.prefix_start : one.prefix_end, one.start : one.end] for one in segments])
+    return ends, to_device(ends_of_keys, device), to_device(keys, device)
 
 
 def _common_window(sequence: PackedSequence) -> int | None:

@@ -52,7 +52,7 @@ batch is padding."""
 # The host's copy of boundaries, because `tolist()` waits for the device. The tensor is the key, because no other object
 # of a forward reaches every layer, also when checkpointing runs a layer again after the forward is over. Weak, so that
 # nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
-_on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+known_bounds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Bounds(NamedTuple):
@@ -68,33 +68,27 @@ def tensor_of(boundaries: Boundaries) -> torch.Tensor:  # (num_segments + 1,), o
     return torch.tensor(lines if boundaries.parents else lines[0], dtype=torch.int32)
 
 
-def keep_on_host(cu_seqlens: torch.Tensor, bounds: Bounds) -> None:
-    """Say which boundaries a tensor has, so that they are not read from its device."""
-    _on_host[cu_seqlens] = bounds
-
-
 def boundaries_of(cu_seqlens: torch.Tensor) -> Bounds:
     """Return the boundaries as integers, as the batch kept them on the host; else read from the device once a forward.
 
     This is the one place where attention learns the shape of a sequence. Sequence parallelism will look up the
     boundaries of the whole sequence for a rank that holds a slice of it: callers ask per sequence, never per rank.
     """
-    known: Bounds | None = _on_host.get(cu_seqlens)
+    known: Bounds | None = known_bounds.get(cu_seqlens)
     if known is None:
         known = _forest(*cu_seqlens.tolist()) if cu_seqlens.ndim == 2 else Bounds(tuple(cu_seqlens.tolist()))
-        _on_host[cu_seqlens] = known
+        known_bounds[cu_seqlens] = known
     return known
 
 
 def to_device(numbers: Sequence[int] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Copy numbers of the host to a device without waiting for what the device computes."""
-    # `torch.tensor(..., device=device)` would wait.
-    return torch.as_tensor(numbers).to(device, non_blocking=True)
+    """Copy numbers of the host to a device without waiting for it, as `torch.tensor(..., device=device)` would."""
+    # CUDA has copied pageable memory when the call returns; other devices do not promise that.
+    return torch.as_tensor(numbers).to(device, non_blocking=device.type == "cuda")
 
 
 def by_token(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:  # (sum(lengths),)
-    """Repeat the value of each segment for every token of it."""
-    # Without the size, it would be read from the device.
+    """Repeat the value of each segment for every token of it; without the size, the device would have to be asked."""
     return values.repeat_interleave(to_device(lengths, values.device), output_size=sum(lengths))
 
 
@@ -272,15 +266,10 @@ def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torc
 @lru_cache(maxsize=8)  # shared by the layers of a forward
 def _correction(bounds: Bounds, device: torch.device, floor_scale: float, attn_scale: float) -> torch.Tensor:
     """Return Llama 4's temperature of each token in its sample, as a share of that in the sequence."""
-    segments = segments_of(bounds)
-    starts = to_device([one.start - one.num_prefix for one in segments], device)
-    in_sequence = torch.arange(bounds.ends[-1], device=device)
-    in_sample = in_sequence - by_token(starts, [one.num_own for one in segments])
-    of_sample, of_sequence = (
-        torch.log1p(torch.floor((position.float() + 1.0) / floor_scale)) * attn_scale + 1.0
-        for position in (in_sample, in_sequence)
-    )
-    return of_sample / of_sequence
+    in_sample = np.concatenate([np.arange(one.num_prefix, one.num_keys) for one in segments_of(bounds)])
+    positions = to_device(np.stack([in_sample, np.arange(bounds.ends[-1])]), device)
+    temperature = torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+    return temperature[0] / temperature[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,27 +307,23 @@ def groups_of(bounds: Bounds, device: torch.device) -> Groups:
     of_queries, of_keys, places, num_before = [], [], np.empty(bounds.ends[-1], np.int64), 0
     groups = similar_samples(bounds)
     for samples in groups:
-        numbers = np.array([(one.start, one.num_own, one.prefix_start) for one in samples]).T[:, :, None]
-        starts, lengths, prefixes = numbers
+        starts, lengths, prefixes = np.array([(one.start, one.num_own, one.prefix_start) for one in samples]).T[
+            :, :, None
+        ]
         place = np.arange(samples[0].num_own)
-        tokens, is_real = starts + np.minimum(place, lengths - 1), place < lengths
-        places[tokens[is_real]] = num_before + np.flatnonzero(is_real)
-        num_before += tokens.size
-        of_queries.append(tokens)
-        of_keys.append(np.concatenate([prefixes + np.arange(samples[0].num_prefix), tokens], axis=1))
-    # Without prefixes, the keys are the tokens.
-    parts = [*of_queries, *(of_keys if bounds.parents else ())]
-    copied = to_device(np.concatenate([places, *(part.ravel() for part in parts)]), device)
-    places_there, tokens_there, keys_there = copied.split(
-        [len(places), num_before, len(copied) - len(places) - num_before]
-    )
-    keys_there = keys_there if bounds.parents else tokens_there
-    queries_of, keys_of = (
-        [one.view(part.shape) for one, part in zip(all_of.split([part.size for part in parts]), parts, strict=True)]
-        for all_of, parts in ((tokens_there, of_queries), (keys_there, of_keys))
-    )
-    made = tuple(map(Group, groups, queries_of, keys_of))
-    return Groups(made, tokens_there, keys_there, places_there)
+        indices, is_real = starts + np.minimum(place, lengths - 1), place < lengths
+        places[indices[is_real]] = num_before + np.flatnonzero(is_real)
+        num_before += indices.size
+        of_queries.append(indices)
+        of_keys.append(np.concatenate([prefixes + np.arange(samples[0].num_prefix), indices], axis=1))
+    parts = [places, *of_queries, *(of_keys if bounds.parents else ())]
+    copied = to_device(np.concatenate([part.ravel() for part in parts]), device)
+    there = [one.view(part.shape) for one, part in zip(copied.split([part.size for part in parts]), parts, strict=True)]
+    tokens = keys = copied[len(places) : len(places) + num_before]
+    if bounds.parents:  # else the keys are the tokens
+        keys = copied[len(places) + num_before :]
+    made = map(Group, groups, there[1 : len(groups) + 1], there[-len(groups) :])
+    return Groups(tuple(made), tokens, keys, there[0])
 
 
 @lru_cache(maxsize=8)

@@ -78,8 +78,8 @@ class EvaluatesRows(Seq2SeqTrainer):
     """The part of the trainer that evaluates padded batches of rows, or packs."""
 
     is_evaluating = False
-    _packs_evaluated: dict[int, tuple[torch.Tensor, torch.Tensor, int]]
-    """By number of the pack: its mean loss, target tokens and samples. Ranks may evaluate a pack twice to be even."""
+    _packs_evaluated: dict[int, tuple[torch.Tensor, int]]
+    """By number of the pack: its mean loss with its target tokens, and samples. Ranks may evaluate a pack twice."""
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows. Packs are loaded one at a time, and none is dropped."""
@@ -96,7 +96,12 @@ class EvaluatesRows(Seq2SeqTrainer):
         # A pack gives the mean over its own targets, not its share of those of the packs on other ranks.
         with _set(self.args, average_tokens_across_devices=False):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        of_ranks = gathered(_read_once(self._packs_evaluated), "the losses of an evaluation")
+        evaluated = self._packs_evaluated
+        # All are read at once, because a device is waited for. The mean loss of a pack without targets is NaN.
+        read = torch.stack([numbers for numbers, _ in evaluated.values()]).tolist() if evaluated else []
+        named = zip(evaluated.items(), read, strict=True)
+        packs = {number: (loss * num if num else 0.0, num, size) for (number, (_, size)), (loss, num) in named}
+        of_ranks = gathered(packs, "the losses of an evaluation")
         of_packs = {number: pack for of_rank in of_ranks for number, pack in of_rank.items()}
         total, num_tokens, num_samples = (sum(numbers) for numbers in zip(*of_packs.values(), strict=True))
         output.metrics[f"{metric_key_prefix}_loss"] = total / num_tokens if num_tokens else math.nan
@@ -116,7 +121,8 @@ class EvaluatesRows(Seq2SeqTrainer):
         finally:
             self.is_evaluating = False
         if record is not None:
-            self._packs_evaluated[record.number] = loss.double(), num_tokens.double(), len(record.sample_ids)
+            numbers = torch.stack([loss.float(), num_tokens.float()])
+            self._packs_evaluated[record.number] = numbers, len(record.sample_ids)
         return loss, *others
 
     def compute_loss(
@@ -128,15 +134,6 @@ class EvaluatesRows(Seq2SeqTrainer):
         if self.label_smoother is not None:  # ms-swift does not pass the number of items to a label smoother
             self.label_smoother.num_items = num_items_in_batch
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-def _read_once(packs: dict[int, tuple[torch.Tensor, torch.Tensor, int]]) -> dict[int, tuple[float, float, int]]:
-    """Return the summed loss, targets and samples of packs, for which the device is waited for only once."""
-    numbers = torch.stack([torch.stack(pack[:2]) for pack in packs.values()]).tolist() if packs else []
-    return {
-        number: (loss * num if num else 0.0, num, pack[2])  # the loss of a pack without targets is NaN
-        for (number, pack), (loss, num) in zip(packs.items(), numbers, strict=True)
-    }
 
 
 @contextmanager

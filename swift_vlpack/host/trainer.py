@@ -24,6 +24,7 @@ from swift.utils import get_logger, is_master
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.attention.packed_sequence import to_device
+from swift_vlpack.attention.prepare import have_targets
 from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
@@ -66,7 +67,6 @@ from swift_vlpack.host.whole_step import WholeStep
 from swift_vlpack.lengths.context import by_name, values_of_config
 from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
 from swift_vlpack.proof.verdict import Limits
-from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import PackRecord
 from swift_vlpack.runlog.counts import Counts
@@ -95,7 +95,6 @@ class PackingTrainer(EvaluatesRows):
         self.step_check = StepCheck(self)
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self.own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
-        self._num_targets: int | None = None  # of the sequence that is trained now; None outside of a step
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
@@ -184,10 +183,8 @@ class PackingTrainer(EvaluatesRows):
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
         self.own_lengths = (*record.own_lengths, record.num_padding) if record.shared else ()
-        self._num_targets = record.num_targets
         with layout(self.template, packed=True), self.step_check.sequence():
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        self._num_targets = None
         self.events.trained(record)
         return loss
 
@@ -241,16 +238,13 @@ class PackingTrainer(EvaluatesRows):
         labels = inputs.get("labels")
         if self.model.training:
             self.step_check.divide(num_items_in_batch)
-        if not self.model.training or labels is None or self._has_targets(labels):
+        known = inputs.has_targets if isinstance(inputs, Batch) else None  # to ask the labels would wait for the device
+        if not self.model.training or labels is None or (have_targets(labels) if known is None else known):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
         outputs = model(**{key: value for key, value in inputs.items() if key not in unused})
         loss = outputs.logits.float().sum() * 0.0
         return (loss, outputs) if return_outputs else loss
-
-    def _has_targets(self, labels: torch.Tensor) -> bool:
-        """Ask the record of the sequence that is trained, because the labels would have to be waited for."""
-        return bool((labels != NO_LABEL).any()) if self._num_targets is None else self._num_targets > 0
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
         """Let ms-swift drop logits without a target, unless it smooths labels without shifting them.

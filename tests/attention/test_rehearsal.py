@@ -13,7 +13,7 @@ from swift_vlpack.attention import attention, kernels
 from swift_vlpack.attention.choose_kernel import LENGTHS, WITH_BRANCHES
 from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_lengths
 from swift_vlpack.attention.masks import SequenceMask
-from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence, boundaries_of, keep_on_host, tensor_of
+from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence, boundaries_of, known_bounds, tensor_of
 from swift_vlpack.plan.boundaries import Boundaries
 from tests.attention.one_by_one import packed, samples_of, text
 from tests.attention.test_attention import Layer
@@ -175,8 +175,7 @@ def inputs_of(boundaries):
     """A packed sequence as it is after its batch was moved."""
     moved = {name: value.to("cuda") for name, value in packed(samples_of(boundaries.lengths)).items()}
     moved["cu_seq_lens_q"] = tensor_of(boundaries).to("cuda")
-    ends = boundaries.cu_seqlens
-    keep_on_host(moved["cu_seq_lens_q"], attention.Bounds(ends, boundaries.parents))
+    known_bounds[moved["cu_seq_lens_q"]] = attention.Bounds(boundaries.cu_seqlens, boundaries.parents)
     return moved
 
 
