@@ -15,7 +15,7 @@ EXTRAS := test,docs
 REQUIRED := -e '.[$(EXTRAS)]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few test-transformers run-transformers lint format bench bench-start bench-loader bench-branches bench-ways same-steps scale soak-long families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few test-transformers run-transformers test-torch run-torch lint format bench bench-start bench-loader bench-branches bench-ways same-steps scale soak-long families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,16 @@ test-oldest-few:  ## Run the tenth of test-oldest that CI runs
 # Beyond the range of pyproject.toml, to learn early what a new transformers breaks; pip warns of it and installs it.
 test-transformers:  ## Run tests/attention on the newest transformers, which may fail
 	$(MAKE) run-transformers VENV=$(VENV)-transformers EXTRAS=test
+
+# The first whose varlen_attn takes windows, a scale and grouped heads.
+OLDEST_TORCH := 2.12.0
+
+test-torch:  ## Rehearse CUDA on the oldest torch that has its kernel
+	$(MAKE) run-torch VENV=$(VENV)-torch EXTRAS=test
+
+run-torch: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(OLDEST_TORCH) torchvision
+	$(BIN)/python -m pytest tests/attention/test_rehearsal.py
 
 run-transformers: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade transformers

@@ -47,7 +47,7 @@ def test_version_is_the_same_wherever_it_stands():
 def test_hosted_ci_runs_the_script_that_people_run():
     """PKG-9: nothing is installed or tested that only the workflow knows of."""
     workflow = yaml.safe_load(WORKFLOW.read_text())
-    job, newest = workflow["jobs"].values()
+    job, newest, rehearsal = workflow["jobs"].values()
     uses, runs = job["steps"]
     assert runs["run"] == ".ci/run"
     assert set(runs["env"]) == {"SWIFT"}
@@ -59,6 +59,16 @@ def test_hosted_ci_runs_the_script_that_people_run():
     assert "matrix.python" in job["container"]["image"]
     assert newest["continue-on-error"] is True
     assert newest["steps"] == [uses, {"run": "make test-transformers"}]
+    assert rehearsal["steps"] == [uses, {"run": "make test-torch"}]
+
+
+def test_rehearsal_runs_on_the_oldest_torch_that_has_the_kernel():
+    """PKG-9: and what the pages say is the oldest."""
+    said = made("test-torch")
+    (oldest,) = re.findall(r"pip install .*torch==([\d.]+)\.0 torchvision", said)
+    assert ".venv-torch/bin/python -m pytest tests/attention/test_rehearsal.py" in said
+    for page in ("docs/attention.md", "docs/gpu.md"):
+        assert f"{oldest} or newer" in text_of(page)
 
 
 def test_newest_transformers_is_tried_and_is_not_in_the_range():

@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from swift_vlpack.attention.kernels import CannotDo, Kernel, attend, segments
+from swift_vlpack.attention.kernels import Kernel, attend, by_first_able, segments
 from swift_vlpack.attention.masks import SampleMask, SequenceMask, from_block_mask, sequence_mask
 from swift_vlpack.attention.packed_sequence import (
     AttentionArgs,
@@ -105,10 +105,7 @@ def segmented_attention(
     for calls in _recordings:
         calls.append(sequence)
     kernels = _kernels_of_branches if bounds.parents else _kernels
-    try:
-        return kernels.get(module, segments)(sequence), None
-    except CannotDo:
-        return segments(sequence), None
+    return by_first_able(kernels.get(module, segments), segments, sequence), None
 
 
 def use_kernel(model: torch.nn.Module, kernel: Kernel, of_branches: Kernel = segments) -> None:

@@ -2,21 +2,25 @@
 
 Each kernel is tried with the heads and arguments of the model's own layers, on a short sequence of random numbers, in
 the run's data type and in float32. Its results and gradients must equal those of `reference`, also on a sequence with
-shared prefixes if rows share prefixes. `varlen` is taken where it is right. Else each sequence takes `segments` or
-`grouped` by its lengths (`by_lengths`).
+shared prefixes if rows share prefixes. `varlen` is taken where it is right. Else, and in layers that it does not
+support, each sequence takes `segments` or `grouped` by its lengths (`by_lengths`) and by the price of a call, which is
+measured on a device other than a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, by_lengths, eager, segments
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, by_first_able, by_lengths, eager, segments
 from swift_vlpack.attention.masks import SequenceMask, resized
 from swift_vlpack.attention.packed_sequence import PackedSequence
 from swift_vlpack.comm import ALONE, OfAll
@@ -57,28 +61,62 @@ def choose(
     names = [name for name in TRIED_BY_AUTO if name in kernels] if wanted == AUTO else [wanted]
     layouts = [Boundaries(LENGTHS), *([WITH_BRANCHES] if shares_prefixes else [])]
 
-    def try_all() -> dict[str, str]:
-        cases = [(kind, layout) for kind in layer_kinds(_calls(model, forward)) for layout in layouts]
-        return {name: _why_not(cases, kernels[name]) for name in names}
+    kinds: list[LayerKind] = []
+
+    def try_all() -> dict[str, Tried]:
+        kinds.extend(layer_kinds(_calls(model, forward)))
+        return {name: _tried([(kind, layout) for kind in kinds for layout in layouts], kernels[name]) for name in names}
 
     # A kernel that one rank cannot use is used by no rank.
     of_ranks = results_of_all(try_all)
-    why_not = {name: next(filter(None, (found[name] for found in of_ranks)), "") for name in names}
-    chosen = _first_right(why_not) if wanted == AUTO else wanted
+    why_not = {name: next(filter(None, (found[name].why_not for found in of_ranks)), "") for name in names}
+    right = [name for name in (VARLEN, GROUPED) if not why_not.get(name, "is not tried")]
+    chosen = next(iter(right), SEGMENTS) if wanted == AUTO else wanted
     if why_not[chosen]:
         raise ConfigError(f"packing_attention={chosen}: the kernel {why_not[chosen]}; set packing_attention=auto")
     others = "; ".join(f"{name} {why}" for name, why in why_not.items() if why)
     others = f" ({others})" if others else ""
-    if wanted == AUTO and chosen == GROUPED:
-        attention.use_kernel(model, by_lengths, by_lengths if shares_prefixes else segments)
-        return f"attention vlpack: {SEGMENTS} or {GROUPED}, by the lengths of each sequence{others}"
-    attention.use_kernel(model, kernels[chosen], kernels[chosen] if shares_prefixes else segments)
-    return f"attention vlpack: {chosen}, {'equal to the reference' if wanted == AUTO else 'as asked for'}{others}"
+    kernel, how = kernels[chosen], f"{chosen}, {'equal to the reference' if wanted == AUTO else 'as asked for'}"
+    used = right if wanted == AUTO else [wanted]
+    if wanted == AUTO and GROUPED in used:
+        quicker: Kernel = by_lengths
+        if kinds[0].is_on_device:
+            price = max(results_of_all(lambda: bytes_of_call(kinds[0])))
+            quicker = partial(by_lengths, bytes_of_call=price)
+            others = f", where a call costs what copying {price / 2**20:.3g} MiB costs{others}"
+        kernel = quicker if chosen == GROUPED else partial(by_first_able, kernel, quicker)
+        how = f"{SEGMENTS} or {GROUPED}, by the lengths of each sequence" if chosen == GROUPED else how
+    attention.use_kernel(model, kernel, kernel if shares_prefixes else segments)
+    return f"attention vlpack: {how}{others}{_launches(kinds[0], [of_ranks[0][name].reasons for name in used])}"
 
 
-def _first_right(why_not: Mapping[str, str]) -> str:
-    """Return the first of `varlen` and `grouped` that may be used, else `segments`."""
-    return next((name for name in (VARLEN, GROUPED) if not why_not.get(name, "is not tried")), SEGMENTS)
+def _launches(kind: LayerKind, reasons: Sequence[Sequence[str]]) -> str:
+    """Say that layers launch kernels for every sample; `reasons` are those of each kernel in use, case by case."""
+    why = next((f" ({of_case[-1]})" for of_case in zip(*reasons, strict=True) if all(of_case)), "")
+    if not kind.is_on_device or (reasons and not why):
+        return ""
+    return (
+        f"; {'some' if reasons else 'all'} layers launch their kernels for every sample{why}: pack longer samples, or "
+        "train with --attn_impl flash_attn where the model has it"
+    )
+
+
+def bytes_of_call(kind: LayerKind) -> float:
+    """Measure how many bytes the device copies in the time of a call on a short sample, to a power of two.
+
+    The gradients are included in both.
+    """
+    few, many = (kind.random((16,) * num, LONGEST_WINDOW) for num in (8, 40))
+    of_call = (_seconds(lambda: results(many, segments)) - _seconds(lambda: results(few, segments))) / 32
+    states = torch.zeros(2**12, 2**12, device=kind.call.query.device, requires_grad=True)
+    tokens = torch.arange(len(states), device=states.device)
+    of_all = _seconds(lambda: torch.autograd.grad(states.index_select(0, tokens), states, states.detach()))
+    return float(2 ** round(math.log2(min(max(of_call / of_all * states.nbytes, 2**10), 2**30))))
+
+
+def _seconds(compute: Callable[[], Any]) -> float:
+    timer: Any = Timer("compute()", globals={"compute": compute})  # waits for the device
+    return float(min(timer.timeit(2).mean for _ in range(4)))
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
@@ -118,21 +156,28 @@ class _Wrong(Exception):
     """Raised when a kernel gives another result than the reference."""
 
 
-def _why_not(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> str:
-    """Say why a kernel must not be used, in one line; empty if it may. On an untested device it may raise anything."""
+class Tried(NamedTuple):
+    """A kernel that was compared with the reference."""
+
+    why_not: str  # in one line; empty if it may be used
+    reasons: tuple[str, ...] = ()  # for each case, why the kernel does not support it; empty if it does
+
+
+def _tried(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> Tried:
+    """Try a kernel, which on an untested device may raise anything."""
     try:
-        return _checked(cases, kernel)
+        reasons = tuple(_checked(cases, kernel))
     except Exception as error:
         why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
-        return why.splitlines()[0]
+        return Tried(why.splitlines()[0])
+    return Tried(reasons[0] if all(reasons) else "", reasons)
 
 
-def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> str:
+def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> Iterator[str]:
     """Compare the results for all kinds of layers with the reference. Raises `_Wrong` if one differs.
 
-    Returns the reason if the kernel supports none of them; `segments` compute what it does not support.
+    Yields the reason why the kernel does not support a case, empty if it does. Another kernel computes such a layer.
     """
-    reasons = []
     for kind, layout in cases:
         sequence = kind.random(layout, LONGEST_WINDOW)
         try:
@@ -141,11 +186,11 @@ def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> s
                 with _own_numbers():
                     kernel(kind.random(layout, LONGEST_WINDOW, with_dropout=True))
         except CannotDo as reason:
-            reasons.append(str(reason))
+            yield str(reason)
             continue
         if sequence.query.dtype in (torch.bfloat16, torch.float16):
             _compare_in_float32(kind.random(layout, LONGEST_WINDOW, dtype=torch.float32), kernel)
-    return reasons[0] if len(reasons) == len(cases) else ""
+        yield ""
 
 
 def _compare(sequence: PackedSequence, kernel: Kernel) -> None:
@@ -178,6 +223,11 @@ class LayerKind:
     """A group of layers that call attention with the same sizes and arguments: one recorded call stands for all."""
 
     call: PackedSequence
+
+    @property
+    def is_on_device(self) -> bool:
+        """Tell whether a call launches kernels on another device than a CPU."""
+        return self.call.query.device.type != "cpu"
 
     def random(
         self,

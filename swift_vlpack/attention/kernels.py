@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -22,19 +22,20 @@ from swift_vlpack.attention.packed_sequence import (
     Bounds,
     PackedSequence,
     States,
+    by_token,
     groups_of,
     segments_of,
     similar_samples,
+    to_device,
 )
 from swift_vlpack.plan.boundaries import ROOT
 
 Kernel = Callable[[PackedSequence], torch.Tensor]
 
-BYTES_OF_CALL, BYTES_OF_EAGER_CALL, BYTES_OF_LAUNCH = 50e3, 100e3, 10e6
-"""Price of one call of attention on a short sample, as the number of bytes of query, key and value that could be copied
-in the same time (gradients included on both sides). In order: sdpa on a CPU and `eager` on a CPU, both measured on one
-thread with 8 to 128 tokens, 4 and 16 heads, fp32 and bf16; and a GPU, where a call is some ten launches of kernels
-(estimated: 0.1 ms at 0.1 TB/s)."""
+BYTES_OF_CALL, BYTES_OF_EAGER_CALL = 50e3, 100e3
+"""Price on a CPU of one call of attention on a short sample, as the number of bytes of query, key and value that could
+be copied in the same time (gradients included on both sides): of sdpa and of `eager`, measured on one thread with 8 to
+128 tokens, 4 and 16 heads, fp32 and bf16. On other devices `choose_kernel` measures it before step 1."""
 
 
 class CannotDo(Exception):
@@ -110,7 +111,8 @@ def _masked(scores: torch.Tensor, mask: SampleMask) -> torch.Tensor:
         if not mask.is_causal:
             return scores
         # With a cache there are fewer queries than keys; the queries are the last tokens.
-        matrix = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        matrix = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        matrix = matrix.tril(scores.shape[-1] - scores.shape[-2])
     matrix = matrix.to(scores.device)
     if matrix.dtype == torch.bool:
         return scores.masked_fill(~matrix, torch.finfo(scores.dtype).min)
@@ -148,23 +150,24 @@ def _batches(states: torch.Tensor, tokens: torch.Tensor, of_groups: Sequence[tor
         yield copy.unflatten(0, tuple(group.shape)).transpose(1, 2)  # (num_samples, num_heads, longest, head_dim)
 
 
-def by_lengths(sequence: PackedSequence) -> torch.Tensor:
+def by_lengths(sequence: PackedSequence, bytes_of_call: float | None = None) -> torch.Tensor:
     """Compute by `grouped` where many short samples make it quicker, else by `segments`."""
-    return grouped(sequence) if saves_calls(sequence) else segments(sequence)
+    return grouped(sequence) if saves_calls(sequence, bytes_of_call) else segments(sequence)
 
 
-def saves_calls(sequence: PackedSequence) -> bool:
+def saves_calls(sequence: PackedSequence, bytes_of_call: float | None = None) -> bool:
     """Tell whether the calls that `grouped` saves take longer than the copy of all tokens that it needs."""
-    if sequence.query.device.type == "cpu":
-        worth = BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL
-    else:
-        worth = BYTES_OF_LAUNCH
-    states = (sequence.query, sequence.key, sequence.value)
-    num_bytes = sum(one.numel() * one.element_size() for one in states)
-    num_samples = len(sequence.ends) - 1
-    if num_samples * worth <= num_bytes:
-        return False
-    return (num_samples - len(similar_samples(sequence.bounds))) * worth > num_bytes
+    worth = bytes_of_call or (BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL)
+    num_bytes = sum(one.nbytes for one in (sequence.query, sequence.key, sequence.value))
+    return (len(sequence.segments) - len(similar_samples(sequence.bounds))) * worth > num_bytes
+
+
+def by_first_able(first: Kernel, second: Kernel, sequence: PackedSequence) -> torch.Tensor:
+    """Compute by the first of two kernels, and what it does not support by the second."""
+    try:
+        return first(sequence)
+    except CannotDo:
+        return second(sequence)
 
 
 def varlen(sequence: PackedSequence) -> torch.Tensor:
@@ -175,15 +178,15 @@ def varlen(sequence: PackedSequence) -> torch.Tensor:
     if not sequence.query.is_cuda:
         raise CannotDo(f"needs CUDA, the sequence is on {sequence.query.device.type}")
     if sequence.query.dtype not in (torch.float16, torch.bfloat16):
-        raise CannotDo("computes in 16 bits")
-    if not sequence.args.is_plain or sequence.args.dropout:
-        raise CannotDo("knows no sinks, soft cap, bias or dropout")
-    ends = _on_device(sequence.ends, sequence.query.device)
+        raise CannotDo("computes in 16 bits: --torch_dtype bfloat16")
+    if sequence.args.dropout:
+        raise CannotDo("knows no dropout: attention_dropout 0 in the model's config")
+    if not sequence.args.is_plain:
+        raise CannotDo("knows no sinks, soft cap or bias")
     states = (sequence.query, sequence.key, sequence.value)
     query, key, value = (one[0].transpose(0, 1).contiguous() for one in states)
-    ends_of_keys = ends
-    if sequence.parents:  # where queries are fewer than keys, they are the last ones here
-        keys, ends_of_keys = _keys_of_rows(sequence.bounds, query.device)
+    ends, ends_of_keys, keys = _ends_and_keys(sequence.bounds, query.device)
+    if keys is not None:  # where queries are fewer than keys, they are the last ones here
         key, value = key.index_select(0, keys), value.index_select(0, keys)
     made: Any = varlen_attn(
         query,
@@ -219,7 +222,7 @@ def by_flex(sequence: PackedSequence, flex_attention: Any) -> torch.Tensor:
         sequence.query,
         sequence.key,
         sequence.value,
-        score_mod=_capped(args.softcap),
+        score_mod=_capped(args.softcap, sequence.query.device),
         block_mask=block_mask(sequence.bounds, _common_window(sequence), sequence.query.device),
         scale=args.scaling,
         enable_gqa=sequence.query.shape[1] != sequence.key.shape[1],
@@ -245,13 +248,12 @@ def block_mask(bounds: Bounds, window: int | None, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     segments = segments_of(bounds)
-    lengths = torch.tensor([segment.num_own for segment in segments], device=device)
-    sample = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    sample = by_token(torch.arange(len(segments), device=device), [segment.num_own for segment in segments])
     if bounds.parents:
         numbers = [number if parent == ROOT else parent for number, parent in enumerate(bounds.parents)]
-        prefix = torch.tensor(numbers, device=device)[sample]
+        prefix = to_device(numbers, device)[sample]
         # For each token, how much farther it lies from its prefix here than in its row alone.
-        shift = torch.tensor([one.start - one.num_prefix - one.prefix_start for one in segments], device=device)[sample]
+        shift = to_device([one.start - one.num_prefix - one.prefix_start for one in segments], device)[sample]
 
     def sees(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
         is_seen = (sample[q_idx] == sample[kv_idx]) & (kv_idx <= q_idx)
@@ -269,24 +271,23 @@ def block_mask(bounds: Bounds, window: int | None, device: torch.device) -> Any:
 
 
 @cache
-def _capped(softcap: float | None) -> Any:
+def _capped(softcap: float | None, device: torch.device) -> Any:
     if softcap is None:
         return None
-    return lambda score, batch_idx, head_idx, q_idx, kv_idx: softcap * torch.tanh(score / softcap)
+    cap = torch.full((), softcap, device=device)  # a tensor: compiled for any length, flex takes no float from outside
+    return lambda score, batch_idx, head_idx, q_idx, kv_idx: cap * torch.tanh(score / cap)
 
 
 @lru_cache(maxsize=8)
-def _keys_of_rows(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys of all segments end to end, as indices into the sequence, and where the keys of each end."""
+def _ends_and_keys(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return where segments end, where their keys do, and the keys end to end, as indices; None if keys are tokens."""
+    ends = to_device(np.array(bounds.ends, np.int32), device)
+    if not bounds.parents:
+        return ends, ends, None
     segments = segments_of(bounds)
-    tokens = [segment.of(torch.arange(bounds.ends[-1]), dim=0) for segment in segments]
-    ends = (0, *accumulate(segment.num_keys for segment in segments))
-    return torch.cat(tokens).to(device), torch.tensor(ends, dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=8)
-def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=device)
+    ends_of_keys = np.cumsum([0, *(one.num_keys for one in segments)], dtype=np.int32)
+    keys = np.concatenate([np.r_[one.prefix_start : one.prefix_end, one.start : one.end] for one in segments])
+    return ends, to_device(ends_of_keys, device), to_device(keys, device)
 
 
 def _common_window(sequence: PackedSequence) -> int | None:

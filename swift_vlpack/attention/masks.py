@@ -262,9 +262,9 @@ class _FunctionOfSample:
         if name in _LIMITS:
             return True if self.segment.num_keys <= inside[_LIMITS[name]] else function
         queries = slice(self.segment.start, self.segment.end)
-        if name == "blockwise_overlay" and not bool((inside["block_sequence_ids"][:, queries] >= 0).any()):
+        if name == "blockwise_overlay" and _all_on_host(inside["block_sequence_ids"][:, queries] < 0):
             return False
-        if name == "padding_mask_function" and bool(self.segment.of(inside["padding_mask"], dim=1).all()):
+        if name == "padding_mask_function" and _all_on_host(self.segment.of(inside["padding_mask"], dim=1)):
             return True
         if name in _LOOKS_UP:
             self.looks_up = True
@@ -318,6 +318,11 @@ class _FunctionOfSample:
                 "without packing, or report the model"
             )
         return function
+
+
+def _all_on_host(flags: torch.Tensor) -> bool:
+    """Tell whether all flags are set. On a device, which would have to be waited for, no: the sample gets a matrix."""
+    return flags.device.type == "cpu" and bool(flags.all())
 
 
 def resized(function: MaskFunction, ends: tuple[int, ...], longest: int) -> MaskFunction:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -48,10 +49,10 @@ LEAST_SHARE = 0.8
 """Samples of a group are at least this long, as a share of the longest sample of the group. So at most a fifth of a
 batch is padding."""
 
-# Caches `tolist()`, which waits for the device, so that all layers of a forward share one copy. The tensor is the key,
-# because no other object of a forward reaches every layer, also when checkpointing runs a layer again after the forward
-# is over. Weak, so that nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
-_on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# The host's copy of boundaries, because `tolist()` waits for the device. The tensor is the key, because no other object
+# of a forward reaches every layer, also when checkpointing runs a layer again after the forward is over. Weak, so that
+# nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
+known_bounds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Bounds(NamedTuple):
@@ -68,16 +69,27 @@ def tensor_of(boundaries: Boundaries) -> torch.Tensor:  # (num_segments + 1,), o
 
 
 def boundaries_of(cu_seqlens: torch.Tensor) -> Bounds:
-    """Return the boundaries as integers, copied from the device once for all layers of a forward.
+    """Return the boundaries as integers, as the batch kept them on the host; else read from the device once a forward.
 
     This is the one place where attention learns the shape of a sequence. Sequence parallelism will look up the
     boundaries of the whole sequence for a rank that holds a slice of it: callers ask per sequence, never per rank.
     """
-    known: Bounds | None = _on_host.get(cu_seqlens)
+    known: Bounds | None = known_bounds.get(cu_seqlens)
     if known is None:
         known = _forest(*cu_seqlens.tolist()) if cu_seqlens.ndim == 2 else Bounds(tuple(cu_seqlens.tolist()))
-        _on_host[cu_seqlens] = known
+        known_bounds[cu_seqlens] = known
     return known
+
+
+def to_device(numbers: Sequence[int] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """Copy numbers of the host to a device without waiting for it, as `torch.tensor(..., device=device)` would."""
+    # CUDA has copied pageable memory when the call returns; other devices do not promise that.
+    return torch.as_tensor(numbers).to(device, non_blocking=device.type == "cuda")
+
+
+def by_token(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:  # (sum(lengths),)
+    """Repeat the value of each segment for every token of it; without the size, the device would have to be asked."""
+    return values.repeat_interleave(to_device(lengths, values.device), output_size=sum(lengths))
 
 
 def _forest(ends: list[int], parents: list[int]) -> Bounds:
@@ -247,18 +259,17 @@ def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torc
         return query
     if ends[-1] < module.floor_scale or len(ends) == 2:
         return query
-    in_sequence = torch.arange(ends[-1], device=query.device)
-    starts = torch.tensor([one.start - one.num_prefix for one in segments_of(bounds)], device=query.device)
-    lengths = torch.tensor(ends, device=query.device).diff()
-    in_sample = in_sequence - torch.repeat_interleave(starts, lengths)
-    factor = _temperature(module, in_sample) / _temperature(module, in_sequence)
+    factor = _correction(bounds, query.device, module.floor_scale, module.attn_scale)
     return (query * factor[:, None]).to(query.dtype)
 
 
-def _temperature(module: Any, position: torch.Tensor) -> torch.Tensor:
-    """Compute the temperature by Llama 4's own formula."""
-    temperature: torch.Tensor = torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale))
-    return temperature * module.attn_scale + 1.0
+@lru_cache(maxsize=8)  # shared by the layers of a forward
+def _correction(bounds: Bounds, device: torch.device, floor_scale: float, attn_scale: float) -> torch.Tensor:
+    """Return Llama 4's temperature of each token in its sample, as a share of that in the sequence."""
+    in_sample = np.concatenate([np.arange(one.num_prefix, one.num_keys) for one in segments_of(bounds)])
+    positions = to_device(np.stack([in_sample, np.arange(bounds.ends[-1])]), device)
+    temperature = torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+    return temperature[0] / temperature[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,22 +303,27 @@ class Groups:
 @lru_cache(maxsize=8)  # shared by the layers of a forward
 def groups_of(bounds: Bounds, device: torch.device) -> Groups:
     """Group samples of similar length, so that work per sample becomes work per group."""
-    groups, places, num_before = [], torch.empty(bounds.ends[-1], dtype=torch.long), 0
-    for samples in similar_samples(bounds):
-        # Computed on the host and copied once: `nonzero` on a device would stop the host until the device is done.
-        starts, lengths, prefixes = torch.tensor([(one.start, one.num_own, one.prefix_start) for one in samples]).T[
+    # Computed on the host and copied at once: a device would have to be waited for to know sizes, or for each copy.
+    of_queries, of_keys, places, num_before = [], [], np.empty(bounds.ends[-1], np.int64), 0
+    groups = similar_samples(bounds)
+    for samples in groups:
+        starts, lengths, prefixes = np.array([(one.start, one.num_own, one.prefix_start) for one in samples]).T[
             :, :, None
         ]
-        place = torch.arange(int(lengths[0]))
-        tokens, is_real = starts + torch.minimum(place, lengths - 1), place < lengths
-        places[tokens[is_real]] = num_before + torch.nonzero(is_real.flatten()).flatten()
-        num_before += tokens.numel()
-        num_prefix = samples[0].num_prefix
-        keys = torch.cat([prefixes + torch.arange(num_prefix), tokens], dim=1) if num_prefix else tokens
-        groups.append(Group(samples, tokens.to(device), keys.to(device)))
-    tokens = torch.cat([group.tokens.flatten() for group in groups])
-    keys = torch.cat([group.keys.flatten() for group in groups]) if bounds.parents else tokens
-    return Groups(tuple(groups), tokens, keys, places.to(device))
+        place = np.arange(samples[0].num_own)
+        indices, is_real = starts + np.minimum(place, lengths - 1), place < lengths
+        places[indices[is_real]] = num_before + np.flatnonzero(is_real)
+        num_before += indices.size
+        of_queries.append(indices)
+        of_keys.append(np.concatenate([prefixes + np.arange(samples[0].num_prefix), indices], axis=1))
+    parts = [places, *of_queries, *(of_keys if bounds.parents else ())]
+    copied = to_device(np.concatenate([part.ravel() for part in parts]), device)
+    there = [one.view(part.shape) for one, part in zip(copied.split([part.size for part in parts]), parts, strict=True)]
+    tokens = keys = copied[len(places) : len(places) + num_before]
+    if bounds.parents:  # else the keys are the tokens
+        keys = copied[len(places) + num_before :]
+    made = map(Group, groups, there[1 : len(groups) + 1], there[-len(groups) :])
+    return Groups(tuple(made), tokens, keys, there[0])
 
 
 @lru_cache(maxsize=8)

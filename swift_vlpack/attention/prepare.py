@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.linear_attention import restart_at_boundaries
@@ -22,6 +23,7 @@ WAY_IN = "call swift_vlpack.prepare_model(model, template) first"
 
 # Keywords of a call that must reach the model although they are no inputs: the template's hook drops unknown keywords.
 _OF_THE_CALL = ("num_items_in_batch", "use_cache", "return_dict", "output_attentions")
+known_targets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by labels: whether there is a token to predict
 _hooks: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
@@ -121,10 +123,16 @@ class _BeforeForward:
         return args, {**kwargs, **of_the_call}
 
 
+def have_targets(labels: torch.Tensor) -> bool:
+    """Tell whether there is a token to predict, as the batch of the labels knows, else by asking their device."""
+    known: bool | None = known_targets.get(labels)
+    return bool((labels[:, 1:] != NO_LABEL).any()) if known is None else known
+
+
 def _loss_of_no_label(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
     """Set the loss to 0 if no sample of a sequence could be read: it has no label, and a mean over nothing is NaN."""
     labels = kwargs.get("labels")
-    if labels is None or getattr(outputs, "loss", None) is None or bool((labels[:, 1:] != NO_LABEL).any()):
+    if labels is None or getattr(outputs, "loss", None) is None or have_targets(labels):
         return None
     outputs.loss = outputs.logits.float().sum() * 0.0
     return outputs

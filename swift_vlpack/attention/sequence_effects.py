@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from swift_vlpack.attention.packed_sequence import by_token, to_device
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.rows.families import text_config_of
@@ -88,10 +89,10 @@ def noise_by_sample(trainer: Any) -> None:
     def add_noise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return output
-        lengths = torch.tensor(trainer.lengths_in_sequence or output.shape[1:2], device=output.device)
+        lengths = trainer.lengths_in_sequence or tuple(output.shape[1:2])
         # Raises if the samples do not make up the sequence: noise of a wrong size would go unnoticed.
-        by_token = (lengths * output.shape[2]).rsqrt().repeat_interleave(lengths).view(1, -1, 1)
+        size = by_token((to_device(lengths, output.device) * output.shape[2]).rsqrt(), lengths).view(1, -1, 1)
         noise = torch.empty_like(output).uniform_(-1, 1)
-        return output + noise * (module.neftune_noise_alpha * by_token).to(output.dtype)
+        return output + noise * (module.neftune_noise_alpha * size).to(output.dtype)
 
     trainer.neftune_hook_handle = embeddings.register_forward_hook(add_noise)

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import get_worker_info
 
-from swift_vlpack.attention.prepare import check_ready
+from swift_vlpack.attention.packed_sequence import Bounds, boundaries_of, known_bounds
+from swift_vlpack.attention.prepare import check_ready, have_targets, known_targets
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.feed.transport import Buffers, end_with_the_trainer, num_bytes_of
@@ -44,10 +45,22 @@ class Batch(dict[str, Any]):
     """The samples of the pack; None for a padded batch."""
     beside: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Fields that the template made for a trainer, not for the model. They stay on the CPU."""
+    bounds: ClassVar[Bounds | None] = None
+    """Boundaries of the samples, which stay on the host: attention needs their numbers. None for a padded batch."""
+    has_targets: ClassVar[bool | None] = None
+    """True if there is a token to predict; None without labels."""
+
+    def __init__(self, *inputs: Any) -> None:
+        super().__init__(*inputs)
+        # Say of tensors that have moved what is known, because their device would have to be waited for.
+        if self.bounds is not None and "cu_seq_lens_q" in self:
+            known_bounds[self["cu_seq_lens_q"]] = self.bounds
+        if self.has_targets is not None and "labels" in self:
+            known_targets[self["labels"]] = self.has_targets
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """Move the tensors to a device."""
-        return batch_of(on_device(self, device, non_blocking), self.record, self.beside)
+        return type(self)(on_device(self, device, non_blocking))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return batch_of, (dict(self), self.record, dict(self.beside))
@@ -55,8 +68,10 @@ class Batch(dict[str, Any]):
 
 def batch_of(inputs: Mapping[str, Any], record: PackRecord | None, beside: Mapping[str, Any]) -> Batch:
     """Make a batch of model inputs, with a record and with fields that are not for the model (`beside`)."""
-    own_type = type("Batch", (Batch,), {"record": record, "beside": beside})
-    made: Batch = own_type(inputs)
+    bounds = boundaries_of(inputs["cu_seq_lens_q"]) if "cu_seq_lens_q" in inputs else None
+    targets = have_targets(inputs["labels"]) if "labels" in inputs else None
+    known = {"record": record, "beside": beside, "bounds": bounds, "has_targets": targets}
+    made: Batch = type("Batch", (Batch,), known)(inputs)
     return made
 
 

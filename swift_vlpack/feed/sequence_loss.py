@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from swift_vlpack.attention.packed_sequence import by_token, to_device
 from swift_vlpack.feed.collate import Batch
 from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
@@ -115,8 +117,7 @@ def weigh_samples(batches: Sequence[Batch], kind: str, total: Total) -> None:
         if not num.numel():  # without samples there is no loss to scale
             continue
         of_token = weight / num.clamp(min=1) * num_of_step / weight_of_step.clamp(min=1e-9)
-        lengths = torch.tensor(_lengths(batch), device=of_token.device)
-        scale = of_token.repeat_interleave(lengths).view(batch["labels"].shape)
+        scale = by_token(of_token, _lengths(batch)).view(batch["labels"].shape)
         batch[SCALE] = scale if batch.get(SCALE) is None else scale * batch[SCALE]
 
 
@@ -128,6 +129,6 @@ def _num_targets(batch: Batch) -> torch.Tensor:  # (num_samples,)
     """Count the targets of each sample. The first token of a sequence is none, because nothing precedes it."""
     is_target = (batch["labels"] != NO_LABEL).flatten()
     is_target[0] = False
-    lengths = _lengths(batch)
-    parts = is_target.split(list(lengths)) if lengths else ()
-    return torch.stack([part.sum() for part in parts]) if parts else is_target.new_zeros(0, dtype=torch.int64)
+    last = to_device(np.cumsum(_lengths(batch), dtype=np.int64) - 1, is_target.device)
+    up_to = is_target.cumsum(0).index_select(0, last)
+    return up_to.diff(prepend=up_to.new_zeros(1))

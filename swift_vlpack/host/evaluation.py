@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from swift.dataset import LazyLLMDataset
 from swift.trainers import Seq2SeqTrainer
 
+from swift_vlpack.attention.packed_sequence import to_device
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PACKS, PackingConfig
 from swift_vlpack.feed.packs import Packs
@@ -76,8 +78,8 @@ class EvaluatesRows(Seq2SeqTrainer):
     """The part of the trainer that evaluates padded batches of rows, or packs."""
 
     is_evaluating = False
-    _packs_evaluated: dict[int, tuple[float, int, int]]
-    """By number of the pack: its summed loss, target tokens and samples. Ranks may evaluate a pack twice to be even."""
+    _packs_evaluated: dict[int, tuple[torch.Tensor, int]]
+    """By number of the pack: its mean loss with its target tokens, and samples. Ranks may evaluate a pack twice."""
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows. Packs are loaded one at a time, and none is dropped."""
@@ -94,7 +96,12 @@ class EvaluatesRows(Seq2SeqTrainer):
         # A pack gives the mean over its own targets, not its share of those of the packs on other ranks.
         with _set(self.args, average_tokens_across_devices=False):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        of_ranks = gathered(self._packs_evaluated, "the losses of an evaluation")
+        evaluated = self._packs_evaluated
+        # All are read at once, because a device is waited for. The mean loss of a pack without targets is NaN.
+        read = torch.stack([numbers for numbers, _ in evaluated.values()]).tolist() if evaluated else []
+        named = zip(evaluated.items(), read, strict=True)
+        packs = {number: (loss * num if num else 0.0, num, size) for (number, (_, size)), (loss, num) in named}
+        of_ranks = gathered(packs, "the losses of an evaluation")
         of_packs = {number: pack for of_rank in of_ranks for number, pack in of_rank.items()}
         total, num_tokens, num_samples = (sum(numbers) for numbers in zip(*of_packs.values(), strict=True))
         output.metrics[f"{metric_key_prefix}_loss"] = total / num_tokens if num_tokens else math.nan
@@ -104,8 +111,9 @@ class EvaluatesRows(Seq2SeqTrainer):
         """Evaluate a padded batch, or a pack."""
         record = getattr(inputs, "record", None)
         if record is not None:  # do not evaluate the first token of a sample, even if the template gives it a label
-            inputs["labels"][:, record.boundaries.cu_seqlens[:-1]] = NO_LABEL
-            num_tokens = int(num_targets(inputs["labels"]))
+            labels = inputs["labels"]
+            labels.index_fill_(1, to_device(record.boundaries.cu_seqlens[:-1], labels.device), NO_LABEL)
+            num_tokens = num_targets(labels)
         self.is_evaluating = True
         try:
             with layout(self.template, packed=record is not None):
@@ -113,8 +121,8 @@ class EvaluatesRows(Seq2SeqTrainer):
         finally:
             self.is_evaluating = False
         if record is not None:
-            total = float(loss) * num_tokens if num_tokens else 0.0  # the loss of a pack without targets is NaN
-            self._packs_evaluated[record.number] = total, num_tokens, len(record.sample_ids)
+            numbers = torch.stack([loss.float(), num_tokens.float()])
+            self._packs_evaluated[record.number] = numbers, len(record.sample_ids)
         return loss, *others
 
     def compute_loss(

@@ -96,7 +96,7 @@ def drop_gradients_of_empty_images(model: Any) -> None:
     trained = _trained_of_vision(model)
     gradients = [one.grad for one in trained if one.grad is not None]
     # Look at this rank's part of a sharded gradient: an image on any rank changes the parts of all ranks.
-    if not any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients):
+    if not gradients or not torch.stack([getattr(one, "_local_tensor", one).any() for one in gradients]).any():
         for one in trained:
             one.grad = None
 

@@ -18,10 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from swift.utils import get_logger, is_master
 from transformers.trainer_utils import seed_worker
 
+from swift_vlpack.attention.packed_sequence import to_device
+from swift_vlpack.attention.prepare import have_targets
 from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
@@ -64,7 +67,6 @@ from swift_vlpack.host.whole_step import WholeStep
 from swift_vlpack.lengths.context import by_name, values_of_config
 from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
 from swift_vlpack.proof.verdict import Limits
-from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import PackRecord
 from swift_vlpack.runlog.counts import Counts
@@ -189,8 +191,8 @@ class PackingTrainer(EvaluatesRows):
     def get_cu_seqlens(self, position_ids: Any, logits_to_keep: Any) -> torch.Tensor:
         """Say where samples start, for the loss by channel and the accuracy. A branch begins with what is its own."""
         if self.own_lengths and self.model.training:
-            starts = [torch.arange(num, device=position_ids.device) for num in self.own_lengths if num]
-            position_ids = torch.cat(starts)[None]
+            starts = np.concatenate([np.arange(num) for num in self.own_lengths])
+            position_ids = to_device(starts, position_ids.device)[None]
         cu_seqlens: torch.Tensor = super().get_cu_seqlens(position_ids, logits_to_keep)
         return cu_seqlens
 
@@ -236,7 +238,8 @@ class PackingTrainer(EvaluatesRows):
         labels = inputs.get("labels")
         if self.model.training:
             self.step_check.divide(num_items_in_batch)
-        if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
+        known = inputs.has_targets if isinstance(inputs, Batch) else None  # to ask the labels would wait for the device
+        if not self.model.training or labels is None or (have_targets(labels) if known is None else known):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
         outputs = model(**{key: value for key, value in inputs.items() if key not in unused})

@@ -344,7 +344,7 @@ def replace_states(sequence):
 def test_keys_of_varlen_are_those_of_the_rows():
     """SHARE-23: it runs on CUDA only; queries are the last of their keys there."""
     bounds = packed_sequence.Bounds(MIXED.boundaries.cu_seqlens, MIXED.boundaries.parents)
-    tokens, ends = kernels._keys_of_rows(bounds, torch.device("cpu"))
+    _, ends, tokens = kernels._ends_and_keys(bounds, torch.device("cpu"))
     rows = [tokens[start:end].tolist() for start, end in pairwise(ends.tolist())]
     assert [row for row in rows if row[0] != row[-1] + 1 - len(row)] == [
         [*range(6), 10],

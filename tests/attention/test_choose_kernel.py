@@ -7,16 +7,26 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift_vlpack.attention import attention, kernels
+from swift_vlpack.attention import attention, choose_kernel, kernels
 from swift_vlpack.attention.attention import NAME, recorded_calls
 from swift_vlpack.attention.choose_kernel import (
     LENGTHS,
+    LayerKind,
     choose,
     layer_kinds,
     reference,
     results,
 )
-from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, by_lengths, grouped, saves_calls, segments
+from swift_vlpack.attention.kernels import (
+    BYTES_OF_CALL,
+    KERNELS,
+    CannotDo,
+    by_flex,
+    by_lengths,
+    grouped,
+    saves_calls,
+    segments,
+)
 from swift_vlpack.errors import ConfigError
 from tests.attention.one_by_one import built, compared, packed, run, samples_of
 from tests.attention.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
@@ -174,9 +184,93 @@ def test_a_device_where_calls_are_launches_groups_longer_samples():
     """ATTN-9: on a CPU a call costs little more than what it computes."""
     (kind, *_) = layer_kinds(calls_of(built(mistral())))
     for lengths, is_quicker in (((500,) * 16, True), ((500, 300, 100), False)):
-        on_cpu = kind.random(lengths, 16)
-        on_device = replace(on_cpu, **{name: getattr(on_cpu, name).to("meta") for name in ("query", "key", "value")})
-        assert (saves_calls(on_cpu), saves_calls(on_device)) == (False, is_quicker)
+        sequence = kind.random(lengths, 16)
+        assert (saves_calls(sequence), saves_calls(sequence, 10e6)) == (False, is_quicker)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """As on a device other than a CPU, as far as the choice is concerned."""
+    monkeypatch.setattr(LayerKind, "is_on_device", True)
+
+
+def test_price_of_a_call_is_measured_on_a_device(on_device):
+    """ATTN-9: the same on all ranks, by the highest of their measurements."""
+    (kind, *_) = layer_kinds(calls_of(built(mistral())))
+    price = choose_kernel.bytes_of_call(kind)
+    assert BYTES_OF_CALL / 30 < price < 30 * BYTES_OF_CALL, "on the CPU that measured the constant, about as much"
+    model = built(mistral())
+
+    def of_both(work):
+        found = work()
+        return [found, 2**23] if isinstance(found, float) else [found, found]
+
+    line = choose(model, forward_of(model), results_of_all=of_both)
+    assert line.startswith(
+        "attention vlpack: segments or grouped, by the lengths of each sequence, where a call costs what copying 8 MiB "
+        "costs (varlen needs CUDA"
+    )
+    assert attention._kernels[model].keywords == {"bytes_of_call": 2**23}
+
+
+def no_sinks(sequence):
+    if sequence.args.sinks is not None:
+        raise CannotDo("knows no sinks")
+    return segments(sequence)
+
+
+def test_layers_that_varlen_does_not_support_are_computed_in_groups(on_device, monkeypatch):
+    """ATTN-9 ATTN-12: and not sample by sample, if some layers of a model ask for more than others."""
+    model = built(gemma2())
+    kinds = layer_kinds(calls_of(model))
+    with_sinks = replace(kinds[0].call, args=replace(kinds[0].call.args, sinks=torch.zeros(4)))
+    monkeypatch.setattr(choose_kernel, "layer_kinds", lambda calls: [LayerKind(with_sinks), *kinds[1:]])
+    monkeypatch.setattr(choose_kernel, "bytes_of_call", lambda kind: 2.0**30)
+    line = choose(model, forward_of(model), kernels={**KERNELS, "varlen": no_sinks})
+    assert line.startswith("attention vlpack: varlen, equal to the reference")
+    assert "for every sample" not in line
+    used = []
+    monkeypatch.setattr(kernels, "grouped", lambda *of: used.append("grouped") or grouped(*of))
+    attention._kernels[model](LayerKind(with_sinks).random(LENGTHS, 16))
+    assert used == ["grouped"]
+    attention._kernels[model](kinds[1].random(LENGTHS, 16))
+    assert used == ["grouped"]
+
+
+def test_start_says_which_layers_launch_for_every_sample(on_device, monkeypatch):
+    """ATTN-12: and the way out; on a CPU it costs little."""
+    model = built(gemma3_vision())
+    samples = samples_of((23, 30))
+    for sample in samples:
+        sample["token_type_ids"] = torch.zeros_like(sample["input_ids"])
+        sample["token_type_ids"][:, 3:9] = 1
+    model.set_attn_implementation(NAME)
+
+    def forward():
+        run(model, packed(samples), lambda name: True)
+
+    said = (
+        "; all layers launch their kernels for every sample: pack longer samples, or train with --attn_impl flash_attn "
+        "where the model has it"
+    )
+    line = choose(model, forward)
+    assert line.startswith("attention vlpack: segments, equal to the reference (grouped the mask is not causal")
+    assert line.endswith(said)
+    line = choose(model, forward, kernels={"segments": segments, "grouped": grouped, "varlen": segments_but_one(model)})
+    assert "; some layers launch their kernels for every sample (knows windows only): pack longer samples" in line
+    monkeypatch.undo()
+    assert "for every sample" not in choose(model, forward)
+
+
+def segments_but_one(model):
+    """A kernel that supports the layers with a window."""
+
+    def kernel(sequence):
+        if sequence.window is None and "sliding" not in str(sequence.mask.signature):
+            raise CannotDo("knows windows only")
+        return segments(sequence)
+
+    return kernel
 
 
 def test_grouped_is_not_taken_where_it_is_wrong():
@@ -275,7 +369,7 @@ def test_all_ranks_choose_the_same():
     model = built(mistral())
 
     def of_both(work):
-        return [work(), {**work(), "grouped": "breaks"}]
+        return [work(), {**work(), "grouped": choose_kernel.Tried("breaks")}]
 
     line = choose(model, forward_of(model), results_of_all=of_both)
     assert line.startswith("attention vlpack: segments, equal to the reference (grouped breaks; varlen needs CUDA")

@@ -19,6 +19,7 @@ from swift_vlpack.plan.parts import Span
 from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.cutting import cut_sample
 from swift_vlpack.rows.samples import PackRecord, SampleId
+from tests.attention.test_launches import Operations
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,14 @@ def test_a_row_in_parts_weighs_once_for_each_part():
     # Twelve targets are shared out among three samples: four for each, by six targets or by three.
     of_targets = step["loss_scale"][labels != NO_LABEL]
     assert torch.allclose(of_targets, torch.tensor([4 / 6] * 6 + [4 / 3] * 6))
+
+
+def test_operations_of_weights_do_not_depend_on_samples():
+    """LOSS-9 ATTN-12"""
+    counts = []
+    for num in (30, 60):
+        row = batch([[NO_LABEL, 5, 5]] * num, None)
+        with Operations() as operations:
+            weigh_samples([row], "sqrt", lambda numbers: numbers)
+        counts.append(operations.found)
+    assert counts[0] == counts[1]
