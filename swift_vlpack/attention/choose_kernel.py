@@ -208,6 +208,28 @@ def _compare(sequence: PackedSequence, kernel: Kernel) -> None:
         )
 
 
+def gaps_of_kernels(model: torch.nn.Module, forward: Callable[[], Any]) -> dict[str, dict[str, float | str]]:
+    """Compare all kernels with the reference for all kinds of layers, in the data type of the model and in float32.
+
+    Returns for each kernel the largest gap in each data type; or why it does not compute there.
+    """
+    kinds = layer_kinds(_calls(model, forward))
+    return {name: _gaps(kinds, kernel) for name, kernel in KERNELS.items()}
+
+
+def _gaps(kinds: Sequence[LayerKind], kernel: Kernel) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for dtype in dict.fromkeys((kinds[0].call.query.dtype, torch.float32)):
+        sequences = [kind.random(LENGTHS, LONGEST_WINDOW, dtype=dtype) for kind in kinds]
+        try:
+            gaps = [largest_gap(results(one, reference), results(one, kernel)) for one in sequences]
+        except Exception as error:
+            found[str(dtype).removeprefix("torch.")] = str(error).splitlines()[0]
+        else:
+            found[str(dtype).removeprefix("torch.")] = float(torch.tensor(gaps).max())
+    return found
+
+
 def _compare_in_float32(sequence: PackedSequence, kernel: Kernel) -> None:
     """Compare where limits are a thousand times smaller than in 16 bits. A kernel that refuses float32 passes."""
     try:

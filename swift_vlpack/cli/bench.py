@@ -226,6 +226,7 @@ def bench_text(report: Mapping[str, Any]) -> str:
         ("model", "{type}, {parameters:,} parameters, {dtype}, attention {attention}".format(**report["model"])),
         ("data", f"{'the demo, ' if report['is_demo'] else ''}{counted(report['rows'], 'row')}"),
         ("options", ", ".join(f"{name}={value}" for name, value in report["options"].items())),
+        ("kernels", "; ".join(_kernel(*one) for one in report.get("kernels", {}).items())),
         *listed("proofs", report["proofs"]),
     ]
     padded = ways["padded"].get("tokens_per_second")
@@ -239,6 +240,12 @@ def bench_text(report: Mapping[str, Any]) -> str:
     return "\n".join(
         filter(None, (labelled(about, columns=120), "", *table(columns, rows), labelled(without), labelled(ends)))
     )
+
+
+def _kernel(name: str, gaps: Mapping[str, float | str]) -> str:
+    """Write how far a kernel is from the reference, as a share of the largest value; or why it does not compute."""
+    of_types = (f"{gap:.0e} in {dtype}" if isinstance(gap, float) else gap for dtype, gap in gaps.items())
+    return f"{name} {', '.join(dict.fromkeys(of_types))}"
 
 
 def _cells(found: Mapping[str, Any], padded: float | None) -> tuple[str, ...]:

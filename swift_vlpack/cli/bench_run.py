@@ -25,9 +25,10 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
+from swift_vlpack.attention import attention
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.feed.choose_attention import choose_attention
+from swift_vlpack.feed.choose_attention import choose_attention, compare_kernels
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import measured_rows, planned_feed
@@ -135,8 +136,13 @@ def _train(args: argparse.Namespace, config: PackingConfig, found: dict[str, Any
     say(f"training, {args.phase}")
     trainer.train()
     found |= {**clock.measured(args.began), "peak_bytes": peak_bytes()}
-    if "about" in found:
-        found["about"]["model"]["attention"] = attention_of(trainer)
+    if "about" not in found:
+        return
+    found["about"]["model"]["attention"] = name = attention_of(trainer)
+    if name == attention.NAME:
+        say("comparing kernels with the reference")
+        context = trainer.compute_loss_context_manager
+        found["about"]["kernels"] = compare_kernels(trainer.model, trainer.template, trainer.feed.packs, context)
 
 
 class ProofsSaid(logging.Handler):

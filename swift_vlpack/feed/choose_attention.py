@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.choose_kernel import AUTO, choose
+from swift_vlpack.attention.choose_kernel import AUTO, choose, gaps_of_kernels
 from swift_vlpack.attention.prepare import refuse_flat_attention, unwrapped
 from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import ConfigError
@@ -44,12 +45,23 @@ def choose_attention(
             )
         return f"attention {name}, as asked for"
 
-    def forward() -> None:
-        multiple = packs.config.sequence_multiple
-        row = packed_sequence(template, [placeholder(template), placeholder(template)], multiple=multiple)
-        inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
-        with forward_context():
-            model(**on_device(inputs, next(model.parameters()).device))
-
+    forward = partial(_forward, model, template, packs, forward_context)
     shares = packs.config.shares_media
     return choose(model, forward, shares_prefixes=shares, wanted=wanted, results_of_all=results_of_all)
+
+
+def compare_kernels(
+    model: Any, template: Any, packs: Packs, forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> dict[str, dict[str, float | str]]:
+    """Compare all kernels with the reference, in the layers of this model: see `gaps_of_kernels`."""
+    return gaps_of_kernels(model, partial(_forward, model, template, packs, forward_context))
+
+
+def _forward(
+    model: Any, template: Any, packs: Packs, forward_context: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    multiple = packs.config.sequence_multiple
+    row = packed_sequence(template, [placeholder(template), placeholder(template)], multiple=multiple)
+    inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
+    with forward_context():
+        model(**on_device(inputs, next(model.parameters()).device))

@@ -26,6 +26,7 @@ ABOUT = {
     "model": {"type": FAMILY, "parameters": 6_236_224, "dtype": "bfloat16", "attention": "vlpack"},
     "rows": 80,
     "options": {"max_length": 1024, "packing_strategy": "exact"},
+    "kernels": {"varlen": {"bfloat16": 0.0031, "float32": "needs 16 bits"}, "flex": {"bfloat16": "is not here"}},
     "proofs": ["attention vlpack: varlen, equal to the reference", "isolation verified: max difference 0.0"],
 }
 
@@ -70,7 +71,8 @@ def test_screen_begins_with_versions_and_device(runs):
     assert lines[4] == "options      max_length=1024, packing_strategy=exact"
     (packs,) = [line.split() for line in lines if line.startswith("packs")]
     assert packs == ["packs", "1500", "5.0", "3.00", "3", "GB", "12.3", "s", "25%", "7", "3"]
-    assert lines[5:7] == [f"{label:13}{said}" for label, said in zip(("proofs", ""), ABOUT["proofs"], strict=True)]
+    assert lines[5] == "kernels      varlen 3e-03 in bfloat16, needs 16 bits; flex is not here"
+    assert lines[6:8] == [f"{label:13}{said}" for label, said in zip(("proofs", ""), ABOUT["proofs"], strict=True)]
     assert any(re.fullmatch(r"share=media +did not run: no two rows share media", line) for line in lines)
     assert len(lines) <= 24
     assert all(len(line) <= 120 for line in lines)

@@ -48,6 +48,7 @@ def test_demo_is_measured_in_every_way(tiny_folder, tmp_path):
     text, page = ((folder / name).read_text() for name in ("bench.json", "bench.md"))
     report = json.loads(text)
     assert done.stdout in page
+    assert report["kernels"]["grouped"]["float32"] < 1e-5
     for begin in ("attention vlpack:", "isolation verified: max", "isolation verified in training: the first"):
         assert any(line.startswith(begin) for line in report["proofs"])
     assert [*report["ways"]] == ["packs", "samples", "share=media", "padded", "padding_free"]
