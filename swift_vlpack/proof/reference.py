@@ -258,21 +258,6 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def has_rates(model: torch.nn.Module) -> bool:
-    """Tell whether any rate of random draws is above 0.
-
-    Needed beside `Ran.has_drawn`, because a custom kernel may draw without torch's generators.
-    """
-
-    def rates() -> list[Any]:
-        owners = [*model.modules(), *configs_of(model)]
-        return [value for owner in owners for value in vars(owner).values() if type(value) is float]
-
-    before = rates()
-    with repeatable_training(model):
-        return rates() != before
-
-
 def _settings(owners: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """Copy all plain values of modules and configs: modes, rates, attention, lengths that RoPE remembers."""
     return [

@@ -34,8 +34,7 @@ from swift_vlpack.rows.samples import Encoded
 
 _LONGEST_PATTERN = 1024
 """Number of tokens after which the random weights of `_pulled` repeat."""
-_STATES, _OF_STATES, _OF_INPUTS = "states", "of_states", "of_inputs"
-_EMBEDDED, _OF_EMBEDDED = "embedded", "of_embedded"
+_STATES, _OF_STATES, _EMBEDDED, _OF_EMBEDDED = "states", "of_states", "embedded", "of_embedded"
 
 ComputeLoss = Callable[[Mapping[str, Any], bool], torch.Tensor]
 """Computes the trainer's loss of collated samples, packed or not, with autocast and all that the trainer does."""
@@ -99,6 +98,8 @@ class Collated:
     """Places of the samples, if they are not where the host puts them (`_slots`)."""
     whole: Mapping[str, Any] = field(default_factory=dict)
     """All that was collated, for the trainer's loss."""
+    positions: torch.Tensor | None = None  # (axes, batch_size, num_tokens)
+    """Positions that the rotary embedding was given; None if the model has none that takes positions."""
 
     @classmethod
     def of(cls, made: Mapping[str, Any]) -> Collated:
@@ -136,38 +137,33 @@ class TemplateBatches:
 class Ran:
     """The results of one pass. Per-token tensors are (batch_size, num_tokens, width)."""
 
-    inputs: Mapping[str, Any]
-    labels: torch.Tensor | None
-    weights: torch.Tensor | None
-    slots: tuple[Slot, ...]
+    given: Collated
+    """The samples as they were collated, with their places and positions."""
     states: torch.Tensor
     """Hidden states after the last layer, from which the head computes logits."""
     dtype: torch.dtype
     """The coarsest data type that the model computes in."""
     of_states: torch.Tensor | None = None
     """Gradient of the trainer's loss with respect to `states`; None without a backward."""
-    of_inputs: torch.Tensor | None = None
-    """Gradient with respect to the input of the first layer, at the end of the layers' whole backward."""
     embedded: torch.Tensor | None = None
     """Embeddings of the tokens, with the noise that is drawn for them."""
     of_embedded: torch.Tensor | None = None
+    """Gradient with respect to the embeddings, at the end of the layers' whole backward."""
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradients of parameters, by name; some values of each (`gradients.Parameters`)."""
-    positions: torch.Tensor | None = None  # (axes, batch_size, num_tokens)
-    """Positions that the rotary embedding was given; None if the model has none that takes positions."""
     routes: torch.Tensor | None = None  # (batch_size, num_tokens, choices)
     """Numbers of the experts that each token was sent to, in all layers; None without experts."""
     has_drawn: bool = False
     """True if the pass drew random numbers from torch's generators."""
 
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Return the places of the samples."""
+        return self.given.slots
+
     def of(self, at: int) -> torch.Tensor:
         """Return the hidden states of a sample."""
         return self.slots[at].of(self.states)
-
-    def without_results(self) -> Ran:
-        """Return the pass with its inputs only."""
-        gradients: dict[str, Any] = {"of_states": None, "of_inputs": None, "of_embedded": None, "gradient": {}}
-        return replace(self, states=self.states[:0], embedded=None, routes=None, **gradients)
 
     def rerouted(self, at: int, other: Ran, there: int) -> torch.Tensor:
         """Mark the tokens of a sample that other experts computed in another pass."""
@@ -233,22 +229,16 @@ class Runner:
                 if parameters is not None and loss.requires_grad:
                     self.scale(loss).backward()
         weights = next((one for one in self.model.parameters() if one.is_floating_point()), seen[_STATES])
-        rotary = [one for one in positions if one.shape[-1] == shape[1]]
         return Ran(
-            batch.inputs,
-            batch.labels,
-            batch.weights,
-            slots,
-            seen[_STATES],
-            coarsest([weights.dtype, seen["dtype"], seen[_STATES].dtype]),
-            None if self.loss is None else seen.get(_OF_STATES),
-            seen.get(_OF_INPUTS),
-            seen.get(_EMBEDDED),
-            seen.get(_OF_EMBEDDED),
-            gradient,
-            _axes(rotary[0], shape[0]) if rotary else None,
-            routes.together(shape),
-            has_drawn,
+            given=replace(batch, slots=slots, positions=_axes(positions, shape)),
+            states=seen[_STATES],
+            dtype=coarsest([weights.dtype, seen["dtype"], seen[_STATES].dtype]),
+            of_states=None if self.loss is None else seen.get(_OF_STATES),
+            embedded=seen.get(_EMBEDDED),
+            of_embedded=seen.get(_OF_EMBEDDED),
+            gradient=gradient,
+            routes=routes.together(shape),
+            has_drawn=has_drawn,
         )
 
 
@@ -308,74 +298,46 @@ def _without_head(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _seen(model: Any, decoder: torch.nn.Module, shape: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Capture the embeddings, the output of the layers, and the gradients at their input and output."""
+    """Capture the embeddings, the output of the layers, and the gradients at both."""
     seen: dict[str, Any] = {"dtype": torch.float32}
 
     def note(name: str, tensor: torch.Tensor) -> None:
         if tensor.shape[:2] == tuple(shape):  # else embeddings were called for something else, too
             seen[name] = tensor.detach().clone()
 
-    def gradient(name: str, tensor: torch.Tensor) -> None:
-        if torch.is_grad_enabled():
-            if not tensor.requires_grad:
-                tensor.requires_grad_(True)  # frozen embeddings: their gradient shows the layers' backward all the same
-            tensor.register_hook(lambda grad: note(name, grad))
-
     def embedded(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor | None:
         note(_EMBEDDED, made)
         if not torch.is_grad_enabled():
             return None
-        gradient(_OF_EMBEDDED, made)
+        if not made.requires_grad:
+            made.requires_grad_(True)  # frozen embeddings: their gradient shows the layers' backward all the same
+        made.register_hook(lambda grad: note(_OF_EMBEDDED, grad))
         return made.clone()  # because the model may put images into it, and a leaf cannot be changed
-
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("inputs_embeds")
-        if given is not None:
-            gradient(_OF_INPUTS, given)
-        else:
-            handles.append(embeddings.register_forward_hook(lambda module, args, made: gradient(_OF_INPUTS, made)))
 
     def after(module: Any, args: Any, made: Any) -> None:
         hidden = made if isinstance(made, torch.Tensor) else made[0]
-        if not isinstance(hidden, torch.Tensor) or hidden.shape[:2] != tuple(shape):
-            return
-        seen["live"] = hidden
-        note(_STATES, hidden)
-        if hidden.requires_grad:
-            gradient(_OF_STATES, hidden)
+        if isinstance(hidden, torch.Tensor) and hidden.shape[:2] == tuple(shape):
+            seen["live"] = hidden
+            note(_STATES, hidden)
+            if hidden.requires_grad:
+                hidden.register_hook(lambda grad: note(_OF_STATES, grad))
 
     def multiplied(module: Any, args: Any, made: torch.Tensor) -> None:
         seen["dtype"] = made.dtype  # of a matrix product, as autocast and engines make it
 
-    def before_head(module: Any, args: tuple[Any, ...]) -> None:
-        if _STATES not in seen and args:  # of layers that hand on something else than hidden states
-            after(module, (), args[0])
-
-    embeddings = model.get_input_embeddings()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
     first = next((module for module in decoder.modules() if isinstance(module, torch.nn.Linear)), None)
-    handles = [] if head is None else [head.register_forward_pre_hook(before_head)]
-    handles += [] if first is None else [first.register_forward_hook(multiplied)]
-    handles += [
-        embeddings.register_forward_hook(embedded),
-        decoder.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(after),
+    hooks = [
+        (model.get_input_embeddings(), embedded),
+        (decoder, after),
+        *([] if first is None else [(first, multiplied)]),
     ]
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
     try:
         yield seen
     finally:
         seen.pop("live", None)
         for handle in handles:
             handle.remove()
-
-
-def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the rotary embeddings of the language model."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if "rotary" in type(module).__name__.lower() and not any(part in name for part in VISION_PARTS)
-    ]
 
 
 @contextmanager
@@ -391,7 +353,12 @@ def _rotary_positions(model: Any) -> Iterator[list[torch.Tensor]]:
         if isinstance(found, torch.Tensor) and found.dim() > 1 and not found.is_floating_point():
             seen.append(found.detach())
 
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rotary_modules(model)]
+    rotary = [
+        module
+        for name, module in model.named_modules()
+        if "rotary" in type(module).__name__.lower() and not any(part in name for part in VISION_PARTS)
+    ]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rotary]
     try:
         yield seen
     finally:
@@ -399,9 +366,13 @@ def _rotary_positions(model: Any) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def _axes(positions: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Return positions of (axes, batch, tokens), or of (batch, tokens), as the former."""
-    return (positions if positions.dim() == 3 else positions[None]).expand(-1, batch_size, -1)
+def _axes(found: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor | None:
+    """Return the first positions of all tokens as (axes, batch_size, num_tokens)."""
+    of_tokens = (one for one in found if one.shape[-1] == shape[1])
+    positions = next(of_tokens, None)
+    if positions is None:
+        return None
+    return (positions if positions.dim() == 3 else positions[None]).expand(-1, shape[0], -1)
 
 
 def _pulled(seen: Mapping[str, Any], batch: Collated, places: torch.Tensor) -> torch.Tensor:
