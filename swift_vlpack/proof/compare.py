@@ -25,7 +25,7 @@ from swift_vlpack.proof import gradients
 from swift_vlpack.proof.experts import has_experts
 from swift_vlpack.proof.gradients import Parameters, is_checkpointed
 from swift_vlpack.proof.perturb import with_other_content
-from swift_vlpack.proof.reference import Reference, own_attention, repeatable_training
+from swift_vlpack.proof.reference import own_attention, reference_for, repeatable_training
 from swift_vlpack.proof.runner import Collated, Ran, Runner, length_of
 from swift_vlpack.proof.same_inputs import name_of, wrong_inputs
 from swift_vlpack.proof.shards import is_sharded
@@ -65,8 +65,6 @@ class Swapped:
     """Change when the same sequence was run again; measured only if something moved."""
     of_changed: Gradients | None
     """Changes of gradients; None if nothing has a loss of its own."""
-    beside: Gradients
-    """Gradient of the loss of the watched samples at the others, as a share of that at the watched samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,8 @@ def compare(  # noqa: PLR0913 - three things are compared, in different depth
     watched = list(range(len(samples))) if watched is None else list(watched)
     one = _Comparison(runner, samples, watched, parameters, is_sharded(runner.model))
     original = one.packed(samples, backward=True)
-    has_drawn = original.has_drawn
+    with repeatable_training(runner.model) as has_rates:
+        has_drawn = original.has_drawn or has_rates
     num_alone = len(watched) if runs_alone else 0
     if one.is_sharded:
         has_drawn, num_alone = (max(facts) for facts in zip(*agree((has_drawn, num_alone)), strict=True))
@@ -227,20 +226,7 @@ class _Comparison:
             again = self.packed(self.samples, backward=False)
             gaps = [self.gap(original, at, again, at) for at in range(num)]
             repeated = Gap(worst([gap.most for gap in gaps]), worst([gap.over_tokens for gap in gaps]))
-        beside = {what: self._beside(original, getattr(original, name)) for what, name in _AT_TOKENS.items()}
-        return Swapped(moved, num_changed, repeated, of_changed, beside)
-
-    def _beside(self, original: Ran, of_tokens: torch.Tensor | None) -> float:
-        if of_tokens is None or not self.others:
-            return 0.0
-        squares = of_tokens.float().square().sum(dim=-1)
-        # The lengths of two vectors: the gradients at all tokens of each group of samples, but not at prefixes: these
-        # have the gradients of all branches.
-        of = [
-            float(sum(squares[original.slots[at].row, original.slots[at].tokens].sum() for at in which))
-            for which in (self.others, self.watched)
-        ]
-        return (of[0] / max(of[1], 1e-30)) ** 0.5 if of[1] > 0 else 0.0
+        return Swapped(moved, num_changed, repeated, of_changed)
 
     # -- alone --------------------------------------------------------------------------------------------------------
 
@@ -252,11 +238,11 @@ class _Comparison:
         watched = [self.samples[at] for at in self.watched] if runs_own else []
         made = _Alone(self, still, keeps=keeps)
         is_trained = self.parameters is not None and not is_checkpointed(self.runner.model)
-        reference = Reference(self.runner, watched, is_trained=is_trained, stand_in=self.samples)
+        reference_of = reference_for(self.runner, watched, is_trained=is_trained, stand_in=self.samples)
         for at, sample in zip(self.watched, watched, strict=False):
             if id(sample) in known:
                 made.add(at, known[id(sample)])
-            elif (name := reference.name_for(sample)) is not None:
+            elif (name := reference_of(sample)) is not None:
                 with own_attention(self.runner.model, name):
                     made.add(at, self.runner.run([sample], packed=False, parameters=self.parameters))
         for _ in range(num_alone - len(watched)):
@@ -332,16 +318,11 @@ _AT_TOKENS = {LAST_LAYER: "of_states", TOKENS: "of_embedded"}
 
 def _at_tokens(ran: Ran, watched: Sequence[int]) -> dict[str, torch.Tensor | None]:
     """Return the gradients at the tokens of a sequence, 0 at tokens of samples that are not watched."""
-    made: dict[str, torch.Tensor | None] = {}
-    for name in _AT_TOKENS.values():
-        value = getattr(ran, name)
-        if value is None:
-            made[name] = None
-            continue
-        kept = made[name] = torch.zeros_like(value, dtype=torch.float32)
-        for slot in (ran.slots[at] for at in watched):
-            kept[slot.row, slot.places] = value[slot.row, slot.places].float()
-    return made
+    mask = torch.zeros(ran.states.shape[:2], device=ran.states.device)
+    for slot in (ran.slots[at] for at in watched):
+        mask[slot.row, slot.places] = 1
+    found = {name: getattr(ran, name) for name in _AT_TOKENS.values()}
+    return {name: None if value is None else value.float() * mask[..., None] for name, value in found.items()}
 
 
 def _apart(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from swift_vlpack.proof.gradients import VISION_PARTS
 from swift_vlpack.proof.handed import why_not_apart
 from swift_vlpack.proof.perturb import with_other_content
 from swift_vlpack.proof.reference import OWN, QUICK, longest_for_own, own_attention, repeatable_training, untouched
-from swift_vlpack.proof.runner import Ran, Runner, length_of
+from swift_vlpack.proof.runner import Ran, Runner, hooked, length_of
 from swift_vlpack.proof.verdict import Limits
 from swift_vlpack.rows.families import text_config_of
 from swift_vlpack.rows.samples import Encoded
@@ -268,7 +269,7 @@ def parts_of(runner: Runner, sequence: Sequence[Encoded], at: int, *, packed: bo
     """Return what each module was given and gave for one sample, in the order in which the modules finish."""
     seen: dict[str, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
-    def note(name: str, args: Any, kwargs: Any, made: Any) -> None:
+    def note(name: str, module: Any, args: Any, kwargs: Any, made: Any) -> None:
         given = _columns(args[0] if args else kwargs.get("hidden_states", kwargs.get("inputs_embeds")))
         columns = _columns(made[0] if isinstance(made, tuple) else made)
         if columns is not None:
@@ -276,18 +277,9 @@ def parts_of(runner: Runner, sequence: Sequence[Encoded], at: int, *, packed: bo
 
     # Embeddings are seen as the input of the first module after them, which has images in it.
     others = ("embed", *VISION_PARTS)
-    handles = [
-        module.register_forward_hook(
-            lambda module, args, kwargs, made, name=name: note(name, args, kwargs, made), with_kwargs=True
-        )
-        for name, module in runner.model.named_modules()
-        if name and not any(part in name for part in others)
-    ]
-    try:
+    named = ((name, one) for name, one in runner.model.named_modules() if name and not any(o in name for o in others))
+    with hooked((module, partial(note, name)) for name, module in named):
         ran = runner.run(sequence, packed=True) if packed else _alone(runner, sequence[at])
-    finally:
-        for handle in handles:
-            handle.remove()
     parts = {}
     for name, both in seen.items():
         given, made = (_own_part(one, ran, at) for one in both)

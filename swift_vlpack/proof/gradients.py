@@ -119,10 +119,10 @@ class ParametersInFloat32(Parameters):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        copies = {name: one.detach().float().requires_grad_(True) for name, one in self.of_forward.items()}
-        self.by_id = {id(one): copies[name] for name, one in self.of_forward.items()}
+        given, self.of_forward = self.of_forward, {}
+        self.of_forward = {name: one.detach().float().requires_grad_(True) for name, one in given.items()}
+        self.by_id = {id(one): self.of_forward[name] for name, one in given.items()}
         """The copies by the `id` of the parameter, for `Float32Mode`."""
-        self.of_forward = copies
 
 
 def _most_frequent(tokens: torch.Tensor) -> torch.Tensor:

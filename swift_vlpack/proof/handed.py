@@ -43,14 +43,10 @@ def why_not_apart(inputs: Mapping[str, Any], slots: Sequence[Slot], config: Any,
     if boundaries == ENDS and keeps_samples_apart(attention):
         return None  # this attention reads boundaries, so the cause is something else
     begins = _begins(positions, slots) if isinstance(positions, torch.Tensor) else []
-    is_flash = "flash" in attention
     if any(begins) and not all(begins):
         return "positions begin again at some samples only: the others go on with the sample before them"
-    if (
-        positions is not None
-        and any(begins)
-        and (unread := _why_unread(positions, inputs, config, is_flash="flash" in attention))
-    ):
+    unread = _why_unread(inputs, config, is_flash="flash" in attention) if any(begins) else ""
+    if unread:
         return f"positions begin again at every sample, and transformers does not look at them: {unread}"
     if boundaries:
         return f"boundaries are in {boundaries}, which {name} does not read (flash-attn and vlpack read {ENDS})"
@@ -65,9 +61,12 @@ def why_not_apart(inputs: Mapping[str, Any], slots: Sequence[Slot], config: Any,
 
 
 def _of_mask(mask: torch.Tensor, slots: Sequence[Slot], name: str) -> str | None:
-    if mask.dim() == 4 and (leak := _leak(mask, slots)) is not None:
-        return f"the 4-D attention_mask lets tokens of sample {leak[0] + 1} of the sequence see sample {leak[1] + 1}"
     if mask.dim() == 4:
+        # Masks that are added to scores have large negative numbers for what is hidden; others are 0 or False there.
+        allowed = mask > _HIDDEN if mask.is_floating_point() else mask != 0
+        for (one, here), (other, there) in permutations(enumerate(slots, start=1), 2):
+            if here.row == there.row and bool(allowed[here.row % len(allowed), :, here.tokens, there.tokens].any()):
+                return f"the 4-D attention_mask lets tokens of sample {one} of the sequence see sample {other}"
         return f"the 4-D attention_mask keeps samples apart, and {name} does not read it"
     if mask.dim() != 2:
         return f"attention_mask is neither 2-D nor 4-D, and {name} reads nothing else (boundaries, for a patched one?)"
@@ -79,19 +78,9 @@ def _of_mask(mask: torch.Tensor, slots: Sequence[Slot], name: str) -> str | None
     return None
 
 
-def _leak(mask: torch.Tensor, slots: Sequence[Slot]) -> tuple[int, int] | None:
-    """Return the first pair of samples (reader, seen), counted from 0, that a mask fails to keep apart."""
-    # Masks that are added to scores have large negative numbers for what is hidden; others are 0 or False there.
-    allowed = mask > _HIDDEN if mask.is_floating_point() else mask != 0
-    for (one, here), (other, there) in permutations(enumerate(slots), 2):
-        if here.row == there.row and bool(allowed[here.row % len(allowed), :, here.tokens, there.tokens].any()):
-            return one, other
-    return None
-
-
-def _why_unread(positions: torch.Tensor, inputs: Mapping[str, Any], config: Any, *, is_flash: bool) -> str:
+def _why_unread(inputs: Mapping[str, Any], config: Any, *, is_flash: bool) -> str:
     """Say why transformers does not find samples by positions that begin again; empty if it does."""
-    text_config, uses_cache = text_config_of(config), inputs.get("use_cache")
+    text_config, uses_cache, positions = text_config_of(config), inputs.get("use_cache"), inputs["position_ids"]
     if positions.dim() == 3 and len(positions) != 4:
         return "they have three axes (time, height, width), and it takes a fourth in front of them, the text positions"
     if isinstance(inputs.get("attention_mask"), torch.Tensor):

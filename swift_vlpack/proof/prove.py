@@ -43,10 +43,10 @@ from swift_vlpack.proof.gradients import Parameters, added, difference, is_check
 from swift_vlpack.proof.perturb import can_be_replaced
 from swift_vlpack.proof.reference import (
     QUICK,
-    Reference,
     in_float32,
     is_coarse,
     own_attention,
+    reference_for,
     repeatable_training,
     untouched,
     why_not_in_float32,
@@ -187,9 +187,9 @@ def _measured(
     The number of forwards does not depend on their results, because ranks that wait for each other in a forward must
     run equally many.
     """
-    reference = Reference(runner, samples, is_trained=not is_checkpointed(runner.model))
+    reference_of = reference_for(runner, samples, is_trained=not is_checkpointed(runner.model))
     by_length = sorted(samples, key=length_of)
-    known = [one for one in samples if reference.name_for(one) is not None]
+    known = [one for one in samples if reference_of(one) is not None]
     samples = known if len(known) > 1 else by_length[:2]
     # Reversed, the pack has equal length but other boundaries, so a cache of boundaries by length gives wrong ones. The
     # one with a backward comes first: some kernels are used only with or only without.
@@ -259,10 +259,10 @@ def _estimate(seconds_a_token: float, sequence: Sequence[Encoded]) -> float:
 
 def _alone_in_float32(runner: Runner, samples: Sequence[Encoded]) -> dict[int, Ran]:
     """Run samples alone, for a kernel that knows 16 bits only: the model's own attention knows both."""
-    reference = Reference(runner, samples, is_trained=False)
+    reference_of = reference_for(runner, samples, is_trained=False)
     made = {}
     for sample in samples:
-        with own_attention(runner.model, reference.name_for(sample) or QUICK):
+        with own_attention(runner.model, reference_of(sample) or QUICK):
             made[id(sample)] = runner.run([sample], packed=False)
     return made
 

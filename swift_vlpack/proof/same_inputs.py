@@ -52,15 +52,12 @@ def wrong_boundaries(inputs: Mapping[str, Any], boundaries: Boundaries, *, is_wh
         if given.flatten().tolist() == ends:
             continue
         found = [end for end in dict.fromkeys(given.flatten().tolist()) if end <= ends[-1]]
-        if found == ends:
-            if is_whole:
-                return f"{name} goes beyond the samples: {given.tolist()}, and they end at {ends}"
-            continue
-        lost = ", ".join(str(at + 1) for at, end in enumerate(ends[:-1]) if end not in found)
-        if set(found) <= set(ends):
-            return f"the boundary before sample {lost or len(ends)} of the sequence is lost (wrong {name})"
-        place = f"where sample {lost} of the sequence starts"
-        return f"a boundary is shifted: {place}, {name} has another token (wrong {name})"
+        if found != ends:
+            lost = ", ".join(str(at + 1) for at, end in enumerate(ends[:-1]) if end not in found) or len(ends)
+            is_lost = "lost" if set(found) <= set(ends) else "shifted"
+            return f"the boundary before sample {lost} of the sequence is {is_lost} (wrong {name})"
+        if is_whole:
+            return f"{name} goes beyond the samples: {given.tolist()}, and they end at {ends}"
     return None
 
 
@@ -189,8 +186,13 @@ def wrong_positions(name: str, at: int, packed: Collated, alone: Collated) -> st
     axis = int(wrong[wrong[:, 1] == token][0, 0])
     named = f" ({_AXES[axis]})" if axes == len(_AXES) else ""
     said = f"positions of {name} in the sequence are not those that it has alone, from its token {token} on{named}"
-    is_of_text = bool((here == here[:1]).all()) and not bool((there == there[:1]).all())
-    return f"{said}{_why_of_text(packed.inputs)}" if is_of_text else said
+    if not bool((here == here[:1]).all()) or bool((there == there[:1]).all()):
+        return said
+    given = packed.inputs.get("position_ids")
+    why = "; without position_ids the model makes others only of mm_token_type_ids and grids" if given is None else ""
+    if given is not None and given.dim() == 2:
+        why = ", because position_ids of the batch are 2-D; the model's get_rope_index makes those of a sample"
+    return f"{said}: they are positions of text, the same on all three axes{why}"
 
 
 def _positions_of(batch: Collated, at: int) -> torch.Tensor | None:

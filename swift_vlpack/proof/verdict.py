@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from swift_vlpack.proof.branches import units_in
-from swift_vlpack.proof.compare import LAST_LAYER, TOKENS, Compared, Swapped, worst
+from swift_vlpack.proof.compare import LAST_LAYER, TOKENS, Compared, worst
 from swift_vlpack.proof.gradients import is_checkpointed
 from swift_vlpack.proof.shards import sharded_by
 from swift_vlpack.rows.samples import Encoded
@@ -25,8 +25,6 @@ NOISE_LIMIT = 0.1
 """Share by which noise on embeddings may be larger or smaller than alone."""
 SHORT = "short samples"
 """The words for the pack of short samples."""
-_NOTICED = 1.0
-"""Widest limit under which a proof may say "verified"."""
 
 
 class Limits(NamedTuple):
@@ -115,21 +113,11 @@ def _of_swaps(one: Judged) -> Iterator[Finding]:
         yield Finding(f"{said} of the largest ({one.dtype}).{without}", drawn, None if drawn else one)
     if not swapped.num_changed and not compared.has_experts and swapped.moved:
         yield Finding("replacing the tokens of samples did not move their own hidden states", _IGNORED)
-    yield from _of_other_gradients(one, swapped, exact, drawn, without)
-
-
-def _of_other_gradients(one: Judged, swapped: Swapped, exact: Limits, drawn: str, without: str) -> Iterator[Finding]:
-    again = drawn or (_AGAIN if is_checkpointed(one.compared.runner.model) else _CROSSES)
-    for what, off in swapped.beside.items():
-        if not off <= exact.gradient:
-            said = f"the loss of some samples has a gradient of {off:.3g} at {what} of others"
-            yield Finding(said, _OTHER_LOSS if what == LAST_LAYER else again)
+    again = drawn or (_AGAIN if is_checkpointed(compared.runner.model) else _CROSSES)
     for what, off in (swapped.of_changed or {}).items():
         if not off <= exact.gradient:
-            said = (
-                f"other neighbours changed the gradient that samples give to {_named(what)} by {off:.3g} of its length"
-            )
-            yield Finding(f"{said}.{without}", _OTHER_LOSS if what == LAST_LAYER else again)
+            said = f"other neighbours changed the gradient that samples give to {_named(what)} by {off:.3g}"
+            yield Finding(f"{said} of its length.{without}", _OTHER_LOSS if what == LAST_LAYER else again)
 
 
 def _of_samples(one: Judged) -> Iterator[Finding]:
@@ -225,8 +213,8 @@ class Proof:
 
     def gradient(self, *, in_float32: bool) -> float | None:
         """Return the largest difference of gradients; None if none were compared."""
-        compared = [one.compared.of_alone for one in self.judged if one.is_float32 == in_float32]
-        found = [off for one in compared if one is not None for off in one.values()]
+        judged = [one for one in self.judged if one.is_float32 == in_float32]
+        found = [off for one in judged for off in (one.compared.of_alone or {}).values()]
         return worst(found) if found else None
 
     @property
@@ -237,7 +225,7 @@ class Proof:
     @property
     def is_sharp(self) -> bool:
         """Tell whether something was compared with samples alone within limits that a mistake would exceed."""
-        return any(one.compared.gaps and one.limits.states < _NOTICED for one in self.judged)
+        return any(one.compared.gaps and one.limits.states < 1 for one in self.judged)
 
     def line(self, attention: str) -> str:
         """Return the line for the log."""
@@ -259,20 +247,22 @@ class Proof:
         judged = [one for one in self.judged if one.is_float32 == in_float32 and one.compared.gaps]
         if not judged:
             return ""
-        dtype = f"in {judged[0].dtype}{'' if in_float32 else ', as it trains,'} " if self.is_coarse else ""
-        said = f"{dtype}packed equals the model's own attention within {self.off(in_float32=in_float32):.1e} of the "
-        said += "largest hidden state"
-        gradient = self.gradient(in_float32=in_float32)
-        if gradient is not None:
-            engine = sharded_by(judged[0].compared.runner.model)
-            number = counted(max(one.compared.num_parameters for one in judged), "whole parameter")
-            said += f", gradients within {gradient:.1e}{f' (of {number} that {engine} shards)' if engine else ''}"
-        said += "" if in_float32 else f", and {judged[0].limits}"
         of_plan = [one for one in judged if one.what != SHORT]
-        if not of_plan:
-            return said
         more = sum(len(one.compared.gaps) for one in of_plan)
-        return f"{said}; so {'does' if more == 1 else 'do'} {counted(more, 'sample')} in {of_plan[0].what}"
+        also = f"; so {'does' if more == 1 else 'do'} {counted(more, 'sample')} in {of_plan[0].what}" if of_plan else ""
+        dtype = f"in {judged[0].dtype}{'' if in_float32 else ', as it trains,'} " if self.is_coarse else ""
+        return f"{dtype}packed equals {_within(judged)}{also}"
+
+
+def _within(judged: Sequence[Judged]) -> str:
+    """Say how far these are from the model's own attention, of which gradients, and how far they may be."""
+    found = [off for one in judged for off in (one.compared.of_alone or {}).values()]
+    off, engine = worst([one.compared.off for one in judged]), sharded_by(judged[0].compared.runner.model)
+    number = counted(max(one.compared.num_parameters for one in judged), "whole parameter")
+    of_shards = f" (of {number} that {engine} shards)" if engine else ""
+    gradient = f", gradients within {worst(found):.1e}{of_shards}" if found else ""
+    limits = "" if judged[0].is_float32 else f", and {judged[0].limits}"
+    return f"the model's own attention within {off:.1e} of the largest hidden state{gradient}{limits}"
 
 
 def _branches(sequences: Sequence[Sequence[Encoded]]) -> str:
@@ -295,18 +285,12 @@ def line_in_training(proof: Proof, where: str, *, is_encoded_again: bool, not_lo
     again = ", which is what its samples are when they are encoded anew" if is_encoded_again else ""
     parts = [f"{begin} {where} ({', '.join(filter(None, looked_at))}){again}"]
     if (swapped := compared.swapped) is not None and swapped.moved:
-        of_gradients = [*(swapped.of_changed or {}).values(), *swapped.beside.values()]
-        changed = f", gradients by {worst(of_gradients):.1e}" if swapped.of_changed is not None else ""
+        changed = "" if swapped.of_changed is None else f", gradients by {worst([*swapped.of_changed.values()]):.1e}"
         parts.append(f"other neighbours move hidden states by {compared.moved:.1e}{changed}")
     if compared.gaps:
         equal = "equals" if len(compared.gaps) == 1 else "equal"
-        said = f"{counted(len(compared.gaps), 'sample')} in it {equal} the model's own attention within "
-        said += f"{compared.off:.1e} of the largest hidden state"
-        said += f", gradients within {worst(list(compared.of_alone.values())):.1e}" if compared.of_alone else ""
-        parts.append(said + ("" if one.is_float32 else f" (in {one.dtype}; {one.limits})"))
-    if (engine := sharded_by(model)) and compared.num_parameters:
-        number = counted(compared.num_parameters, "whole parameter")
-        parts.append(f"the gradients of {number} that {engine} shards are among those compared")
+        dtype = "" if one.is_float32 else f"in {one.dtype} "
+        parts.append(f"{dtype}{counted(len(compared.gaps), 'sample')} in it {equal} {_within([one])}")
     if not_looked_at:
         parts.append(f"not looked at: {', '.join(not_looked_at)}")
     return "; ".join(parts)

@@ -230,7 +230,7 @@ def test_two_ranks_prove_prefixes_of_one_of_them(tmp_path):
     (line, first), (other, second) = (said.split("\n") for said in on_two_ranks(prove_units, tmp_path))
     assert line == other
     assert "10 branches of 4 shared prefixes among them" in line
-    assert "2 prefixes with 5 branches" in first
+    assert "5 branches of 2 shared prefixes" in first
     assert "prefix" not in second
     for said in (first, second):
         assert said.startswith("isolation verified in training")
