@@ -59,6 +59,8 @@ class Swapped:
 
     moved: Mapping[int, Gap]
     """Moves of the samples that were not replaced."""
+    blind: Sequence[int]
+    """Watched branches of whose loss no gradient reaches their prefix."""
     num_changed: int
     """Samples that were replaced, and moved themselves."""
     repeated: Gap
@@ -226,7 +228,12 @@ class _Comparison:
             again = self.packed(self.samples, backward=False)
             gaps = [self.gap(original, at, again, at) for at in range(num)]
             repeated = Gap(worst([gap.most for gap in gaps]), worst([gap.over_tokens for gap in gaps]))
-        return Swapped(moved, num_changed, repeated, of_changed)
+        prefixes = {at: slot for at in self.watched if (slot := original.slots[at]).num_prefix}
+        of_tokens = original.of_embedded
+        blind = [
+            at for at, slot in prefixes.items() if of_tokens is not None and not of_tokens[slot.row, slot.prefix].any()
+        ]
+        return Swapped(moved, blind, num_changed, repeated, of_changed)
 
     # -- alone --------------------------------------------------------------------------------------------------------
 

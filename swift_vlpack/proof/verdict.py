@@ -111,6 +111,8 @@ def _of_swaps(one: Judged) -> Iterator[Finding]:
     if not compared.moved <= exact.states:
         said = f"samples see each other: replacing some moved the hidden states of others by {compared.moved:.3g}"
         yield Finding(f"{said} of the largest ({one.dtype}).{without}", drawn, None if drawn else one)
+    if swapped.blind:
+        yield Finding(f"no gradient of {compared.name(swapped.blind[0])} reaches its prefix", _BLIND)
     if not swapped.num_changed and not compared.has_experts and swapped.moved:
         yield Finding("replacing the tokens of samples did not move their own hidden states", _IGNORED)
     again = drawn or (_AGAIN if is_checkpointed(compared.runner.model) else _CROSSES)
@@ -156,12 +158,16 @@ _STAYS = (
     "something stays in the model from one forward to the next (a cache, a state), or it draws at random what no "
     "dropout rate of its own switches off"
 )
+_BLIND = "a branch does not see its prefix, and all of what its row has before it is in there"
 _IGNORED = "the model does not look at its tokens, so nothing can be seen by changing them"
 _DRAWN = (
     "what is drawn at random mixes samples: a dropout, noise or kernel that training takes and a proof without draws "
     "does not see"
 )
-_OTHER_LOSS = "the trainer's loss of a sample takes other samples: targets or logits are shifted (logits_to_keep)"
+_OTHER_LOSS = (
+    "the trainer's loss of a sample depends on other samples: targets or logits are shifted (logits_to_keep), or a "
+    "weight is not its own"
+)
 _CROSSES = "the backward of attention crosses the boundaries of samples"
 _AGAIN = (
     "layers that are run again in the backward (gradient checkpointing) do something else than in the forward, such as "

@@ -154,7 +154,10 @@ def test_flat_positions_of_texts_are_named_where_the_model_finds_no_samples_by_t
     """REF-4: Qwen3-VL reads 2-D positions, the others do not, and the loss looks normal on all."""
     of_family = model(family)
     texts = [sample for sample in c.samples_of(of_family) if "pixel_values" not in sample]
-    assert "they are 2-D, and it takes the first of four axes" in failing(of_family, c.Flat(of_family, c.flat_positions), texts)[1]
+    assert (
+        "they are 2-D, and it takes the first of four axes"
+        in failing(of_family, c.Flat(of_family, c.flat_positions), texts)[1]
+    )
     assert_isolated(model("qwen3_vl"), c.Flat(model("qwen3_vl"), c.flat_positions), texts)
 
 
