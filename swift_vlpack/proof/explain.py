@@ -78,7 +78,6 @@ class Evidence:
     differs: Mapping[int, Tokens] = field(default_factory=dict)
     """By sample: the tokens that differ from the sample alone."""
     origin: Origin | None = None
-    window: int | None = None
     has_own_collator: bool = False
     """True if the caller's own collator makes the batch, and not the host."""
     not_apart: str | None = None
@@ -153,9 +152,7 @@ def _of_boundaries(evidence: Evidence) -> str:
 
 def _of_attention(evidence: Evidence) -> str:
     first = min(tokens.first for tokens in evidence.differs.values())
-    hint = "scaling, a soft cap, or a mask of the model's own" if first else "sinks, or values changed"
-    if evidence.window and first >= evidence.window - 1:
-        hint = f"its window is {evidence.window} tokens"
+    hint = "scaling, a soft cap, a window, or another mask of the model's own" if first else "sinks, or values changed"
     return f"attention {evidence.attention} is not the model's own: samples differ from token {first} on ({hint})"
 
 
@@ -187,18 +184,9 @@ def evidence_of(runner: Runner, sequence: Sequence[Encoded], limits: Limits) -> 
         units=units_in(sequence),
         differs=differs,
         origin=origin,
-        window=window_of(config),
         has_own_collator=runner.has_own_collator,
         not_apart=not_apart,
     )
-
-
-def window_of(config: Any) -> int | None:
-    """Read the sliding window from a model's config; None if it has none."""
-    text = text_config_of(config)
-    # Llama 4 calls its window chunks; Qwen names a window and may not use it.
-    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    return window if isinstance(window, int) and getattr(text, "use_sliding_window", True) else None
 
 
 def samples_to_change(num_samples: int, worst: int) -> tuple[int, ...]:

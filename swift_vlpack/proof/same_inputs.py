@@ -234,25 +234,15 @@ def _of_tokens(batch: Collated, at: int, field: str) -> torch.Tensor | None:
 
 
 def boundaries_in(slots: Sequence[Slot]) -> Boundaries | None:
-    """Return the boundaries of samples that lie end to end in one row, in their order; None if they lie otherwise."""
-    lengths: list[int] = []
-    parents: list[int] = []
-    prefixes: dict[int, int] = {}  # by its first token, the number of its segment
-    end = 0
-    for slot in slots:
-        if slot.row:
-            return None
-        if slot.num_prefix and slot.prefix_start == end:
-            prefixes[end] = len(lengths)
-            lengths.append(slot.num_prefix)
-            parents.append(ROOT)
-            end += slot.num_prefix
-        if slot.start != end or (slot.num_prefix and slot.prefix_start not in prefixes):
-            return None
-        lengths.append(slot.length)
-        parents.append(prefixes[slot.prefix_start] if slot.num_prefix else ROOT)
-        end += slot.length
-    return Boundaries(tuple(lengths), tuple(parents) if prefixes else ())
+    """Return the boundaries of samples that lie end to end in one row; None if they lie otherwise."""
+    own = {(slot.start, slot.tokens.stop): (slot.prefix_start, slot.prefix.stop) for slot in slots}
+    prefix_of = {span: prefix for span, prefix in own.items() if prefix[1] > prefix[0]}
+    segments = sorted({*own, *prefix_of.values()})
+    starts = [start for start, _ in segments]
+    if any(slot.row for slot in slots) or starts != [0, *(stop for _, stop in segments)][: len(segments)]:
+        return None
+    parents = tuple(segments.index(prefix_of[one]) if one in prefix_of else ROOT for one in segments)
+    return Boundaries(tuple(stop - start for start, stop in segments), parents if prefix_of else ())
 
 
 def is_further_branch(slots: Sequence[Slot], at: int) -> bool:

@@ -111,8 +111,6 @@ def _of_swaps(one: Judged) -> Iterator[Finding]:
     if not compared.moved <= exact.states:
         said = f"samples see each other: replacing some moved the hidden states of others by {compared.moved:.3g}"
         yield Finding(f"{said} of the largest ({one.dtype}).{without}", drawn, None if drawn else one)
-    if swapped.blind:
-        yield Finding(f"no gradient of {compared.name(swapped.blind[0])} reaches its prefix", _BLIND)
     if not swapped.num_changed and not compared.has_experts and swapped.moved:
         yield Finding("replacing the tokens of samples did not move their own hidden states", _IGNORED)
     again = drawn or (_AGAIN if is_checkpointed(compared.runner.model) else _CROSSES)
@@ -136,6 +134,8 @@ def _of_gradients(one: Judged) -> Iterator[Finding]:
         if not off <= one.limits.gradient:
             allowed = f"of its length, allowed is {one.limits.gradient:.3g} ({one.dtype})"
             yield Finding(f"the gradient of {_named(what)} is off by {off:.3g} {allowed}", _CAUSES.get(what, _BACKWARD))
+    if one.compared.swapped is not None and (blind := one.compared.swapped.blind):
+        yield Finding(f"no gradient of {one.compared.name(blind[0])} reaches its prefix", _BLIND)
     for at, size in one.compared.noise_sizes.items():
         if not abs(size - 1) <= NOISE_LIMIT:
             yield Finding(f"the noise of {one.compared.name(at)} is {size:.3g} times as large as alone", _NOISE)

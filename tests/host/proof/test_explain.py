@@ -1,7 +1,6 @@
 """What the evidence says, in a sentence. Whole models that are wrong in these ways: `test_sabotage.py`."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from swift_vlpack.proof.explain import (
     evidence_of,
     samples_to_change,
     where,
-    window_of,
 )
 from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.proof.verdict import Limits
@@ -53,7 +51,6 @@ CAUSES = {
     "a module": (seen(differs={0: ALL}, origin=NORM), "something else in the sequence than alone, first in layers"),
     "the first token": (seen(differs={0: ALL}), r"from token 0 on \(sinks"),
     "the second token": (seen(differs={0: Tokens(1, 29)}), r"from token 1 on \(scaling, a soft cap"),
-    "behind the window": (seen(differs={0: Tokens(16, 29)}, window=16), "its window is 16 tokens"),
     "rope": (seen(origin=Origin("model.rotary_emb")), "rotary embeddings turn samples by other angles"),
 }
 
@@ -124,20 +121,6 @@ def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
     """ISO-15"""
     assert samples_to_change(9, 4) == tuple(range(9))
     assert samples_to_change(60, 30) == (0, 1, 28, 29, 30, 31, 32, 58, 59)
-
-
-@pytest.mark.parametrize(
-    ("text", "window"),
-    [
-        ({"sliding_window": 16}, 16),
-        ({"sliding_window": 16, "use_sliding_window": False}, None),
-        ({"attention_chunk_size": 64}, 64),
-        ({}, None),
-    ],
-)
-def test_window_of_a_config(text, window):
-    """ISO-15"""
-    assert window_of(SimpleNamespace(text_config=SimpleNamespace(**text))) == window
 
 
 def test_leak_inside_the_forward_of_a_layer_is_told_as_the_layer(monkeypatch):
