@@ -209,6 +209,8 @@ def test_two_ranks_prove_their_first_batches(kind, is_frozen, told):
     compared = f"(of {6 if is_frozen else 19} whole parameters that FSDP2 shards)"
     assert (compared in line) == (kind != "ddp")
     assert not any("gradients of parameters (" in said for said in (line, other))
+    assert ("head and embeddings (they are sharded)" in line) == (kind != "ddp" and not is_frozen)
+    assert ("would be refused, a fixed limit: rounding was not measured" in line) == (kind == "accelerate")
 
 
 def prove_units(rank):
