@@ -13,6 +13,7 @@ A difference of hidden states is a share of the largest, a difference of gradien
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,6 +92,8 @@ class Compared:
     has_drawn: bool
     num_parameters: int
     num_tokens: int
+    seconds: float
+    """Time that all of this took."""
     alone: Mapping[int, Ran] = field(default_factory=dict)
     """Results of the samples alone, by the `id` of the sample; kept on request."""
 
@@ -142,7 +145,7 @@ def compare(  # noqa: PLR0913 - three things are compared, in different depth
     that (b) is measured, `known` has results of samples alone, and `keeps` keeps those of this call. If parameters are
     sharded, every pass is a collective: `agree` returns the facts of all ranks, so that all run equally many.
     """
-    watched = list(range(len(samples))) if watched is None else list(watched)
+    start, watched = time.monotonic(), list(range(len(samples))) if watched is None else list(watched)
     one = _Comparison(runner, samples, watched, parameters, is_sharded(runner.model))
     original = one.packed(samples, backward=True)
     with repeatable_training(runner.model) as has_rates:
@@ -174,6 +177,7 @@ def compare(  # noqa: PLR0913 - three things are compared, in different depth
         has_drawn=has_drawn,
         num_parameters=len(still.gradient),
         num_tokens=original.states.shape[0] * original.states.shape[1],
+        seconds=time.monotonic() - start,
         alone=alone.results,
     )
 

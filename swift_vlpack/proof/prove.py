@@ -20,7 +20,6 @@ which sample moved which, at which tokens and first in which module, and names t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -234,16 +233,14 @@ def _in_float32(
     few = short_of_each_kind(samples)
     if why_not := _first(results_of_all(lambda: why_not_in_float32(runner.model))):
         return [], COARSE, f"float32 ({why_not})"
-    start = time.monotonic()
     with in_float32(runner) as (again, parameters):
         short = _tried(lambda: compare(again, few, parameters=parameters, keeps=True), results_of_all)
         if isinstance(short, str):
             alone = _tried(lambda: _alone_in_float32(again, few), results_of_all)
             return [], COARSE if isinstance(alone, str) else _rounding(own[:1], [alone]), f"float32 ({short})"
         judged, said = [Judged(short, SHARP, SHORT)], "" if parameters is not None else "gradients in float32 (memory)"
-        seconds = (time.monotonic() - start) / max(1, sum(map(length_of, few)))
         for sequence in sequences:
-            estimate = max(results_of_all(partial(_estimate, seconds, sequence)))
+            estimate = max(results_of_all(partial(_estimate, own, short)))
             if estimate > SECONDS_IN_FLOAT32:
                 said = f"{what} in float32 (it would take {estimate:.0f} s)"
                 continue
@@ -253,8 +250,10 @@ def _in_float32(
     return judged, _rounding(own, [one.compared.alone for one in judged]), said
 
 
-def _estimate(seconds_a_token: float, sequence: Sequence[Encoded]) -> float:
-    return seconds_a_token * sum(map(length_of, sequence))
+def _estimate(own: Sequence[Compared], short: Compared) -> float:
+    """Return the seconds that a sequence would take in float32: its own, times what float32 takes longer."""
+    times, in_own_type = (one.seconds / max(1, one.num_tokens) for one in (short, own[0]))
+    return own[-1].seconds * times / max(in_own_type, 1e-9)
 
 
 def _alone_in_float32(runner: Runner, samples: Sequence[Encoded]) -> dict[int, Ran]:
