@@ -92,6 +92,7 @@ def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
     tolerance = TOLERANCE[_precision(trainer)]
     if losses is None or losses.is_sum(tolerance) or losses.is_mean(tolerance):
         return
+    _refuse_kept_logits(trainer, tolerance)
     first, second = two_samples(trainer)
     silent = {**first, "labels": [NO_LABEL] * len(first["labels"])}
     num_items = num_supervised(second)
@@ -110,6 +111,18 @@ def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
         f"{before:.6g} to {after:.6g})",
         cause=cause,
     )
+
+
+def _refuse_kept_logits(trainer: Any, tolerance: float) -> None:
+    """Raise `IsolationError` if losses add up when all logits are computed, and not when some are left out."""
+    chosen, trainer.args.use_logits_to_keep = trainer.args.use_logits_to_keep, False
+    try:
+        losses = measured(trainer)
+    finally:
+        trainer.args.use_logits_to_keep = chosen
+    if losses is not None and losses.is_sum(tolerance):
+        cause = "logits or labels are shifted where only the logits of targets are computed (logits_to_keep)"
+        raise IsolationError(f"{cause}. (with --use_logits_to_keep false the losses of sequences add up)", cause=cause)
 
 
 def check_weights(trainer: Any) -> None:

@@ -13,6 +13,7 @@ from swift.utils import to_device
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Batch, batch_of
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.waiting import waiting
@@ -155,6 +156,7 @@ def prove_batch(
     sequences: list[FirstSequence] = []  # filled with that of this rank; batches are not sent to other ranks
     results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch, where)), where)
     sequence, model = sequences[0], unwrapped(model_of(trainer))
+    coefficient = trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef
     try:
         with _unseen(trainer):
             tokens = sequence.inputs["input_ids"]
@@ -164,22 +166,21 @@ def prove_batch(
             runner = Runner(model, sequence, is_ordinary, loss=loss, scale=_scale_of(trainer))
             compared = compared_in_training(runner, sequence, parameters, _on_all, runs_alone=runs_alone)
             draws_again = where != FIRST_BATCH and runs_alone and compared.has_drawn
-            wrong = wrong_draws(runner, sequence) if draws_again else ""
+            if draws_again and (wrong := wrong_draws(runner, sequence)):
+                raise wrong_batch(where, wrong, "dropout or noise would be the same in every step")
+            of_experts = ["the loss that balances experts over the sequence"] if coefficient else []
+            limits, lines = trainer.limits_of_rounding, list[str]()
+            results_of_all(
+                lambda: lines.append(line_of_first_batch(compared, limits, sequence, parameters, of_experts, where)),
+                where,
+            )
     except CannotSee as error:  # raised on all ranks, because they have the same model
         return f"isolation in training: of {where} only tokens, labels and boundaries are verified ({error})"
+    except IsolationError:
+        raise
     except Exception as error:
         error.add_note(f"This was the proof on {where}; packing_verify=false trains without it.")
         raise
-    if wrong:
-        raise wrong_batch(where, wrong, "dropout or noise would be the same in every step")
-    not_looked_at = []
-    if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
-        not_looked_at.append("the loss that balances experts over the sequence")
-    lines: list[str] = []
-    limits = trainer.limits_of_rounding
-    results_of_all(
-        lambda: lines.append(line_of_first_batch(compared, limits, sequence, parameters, not_looked_at, where)), where
-    )
     give_back_memory()
     return lines[0]
 

@@ -13,6 +13,7 @@ A difference of hidden states is a share of the largest, a difference of gradien
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,19 +23,18 @@ import numpy as np
 import torch
 
 from swift_vlpack.proof import gradients
-from swift_vlpack.proof.branches import PREFIX, units_in
 from swift_vlpack.proof.experts import has_experts
 from swift_vlpack.proof.gradients import Parameters, is_checkpointed
-from swift_vlpack.proof.perturb import replaced, with_other_media, with_other_prefix
-from swift_vlpack.proof.reference import Reference, has_rates, own_attention, repeatable_training
-from swift_vlpack.proof.runner import Ran, Runner, length_of
-from swift_vlpack.proof.same_inputs import WrongInputs, drops_media, name_of, wrong_inputs
+from swift_vlpack.proof.perturb import with_other_content
+from swift_vlpack.proof.reference import own_attention, reference_for, repeatable_training
+from swift_vlpack.proof.runner import Collated, Ran, Runner, length_of
+from swift_vlpack.proof.same_inputs import name_of, wrong_inputs
 from swift_vlpack.proof.shards import is_sharded
 from swift_vlpack.rows.samples import Encoded
 
 _MOST_REROUTED = 0.5
 """Share of a sample's tokens that may be left out because other experts computed them."""
-Facts = tuple[bool, int, bool]
+Facts = tuple[bool, int]
 Agree = Callable[[Facts], Sequence[Facts]]
 
 
@@ -48,17 +48,10 @@ class Gap(NamedTuple):
     """Tokens that another expert computed; they are left out."""
 
 
-class Gradients(NamedTuple):
-    """Differences between two computations of the same gradients, as shares of their length."""
-
-    loss: float
-    inputs: float
-    parts: Mapping[str, float]
-
-    @property
-    def most(self) -> float:
-        """Return the largest of these differences."""
-        return worst([self.loss, self.inputs, *self.parts.values()])
+Gradients = Mapping[str, float]
+"""Differences between two computations of the same gradients, as shares of their length, by what they are of:
+`LAST_LAYER`, `TOKENS`, and parts of the model."""
+LAST_LAYER, TOKENS = "hidden states", "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +61,13 @@ class Swapped:
     moved: Mapping[int, Gap]
     """Moves of the samples that were not replaced."""
     blind: Sequence[int]
-    """Branches that did not move when their prefix was replaced."""
+    """Watched branches of whose loss no gradient reaches their prefix."""
     num_changed: int
     """Samples that were replaced, and moved themselves."""
     repeated: Gap
     """Change when the same sequence was run again; measured only if something moved."""
     of_changed: Gradients | None
-    beside: float
-    """Gradient at tokens of samples without a loss, as a share of the gradient at the watched samples."""
-    beside_states: float
-    """Gradient at hidden states of samples without a loss, as such a share: the trainer's loss begins there."""
+    """Changes of gradients; None if nothing has a loss of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +82,18 @@ class Compared:
     largest: float
     """Largest hidden state."""
     dtype: torch.dtype
-    wrong: WrongInputs | None
+    wrong: str | None
+    """The first mistake in its inputs."""
     swapped: Swapped | None
     gaps: Mapping[int, Gap]
     of_alone: Gradients | None
-    noise_sizes: Mapping[int, tuple[float, float]]
-    """Size of the noise drawn for each watched sample's embeddings, relative to the sample alone, and the standard
-    deviation of this estimate."""
+    noise_sizes: Mapping[int, float]
+    """Size of the noise drawn for each watched sample's embeddings, relative to the sample alone."""
     has_drawn: bool
-    drops_media: bool
     num_parameters: int
     num_tokens: int
+    seconds: float
+    """Time that all of this took."""
     alone: Mapping[int, Ran] = field(default_factory=dict)
     """Results of the samples alone, by the `id` of the sample; kept on request."""
 
@@ -154,16 +145,16 @@ def compare(  # noqa: PLR0913 - three things are compared, in different depth
     that (b) is measured, `known` has results of samples alone, and `keeps` keeps those of this call. If parameters are
     sharded, every pass is a collective: `agree` returns the facts of all ranks, so that all run equally many.
     """
-    watched = list(range(len(samples))) if watched is None else list(watched)
+    start, watched = time.monotonic(), list(range(len(samples))) if watched is None else list(watched)
     one = _Comparison(runner, samples, watched, parameters, is_sharded(runner.model))
     original = one.packed(samples, backward=True)
-    has_drawn = original.has_drawn or has_rates(runner.model)
-    num_alone, has_units = len(watched) if runs_alone else 0, bool(one.units)
+    with repeatable_training(runner.model) as has_rates:
+        has_drawn = original.has_drawn or has_rates
+    num_alone = len(watched) if runs_alone else 0
     if one.is_sharded:
-        of_ranks = agree((has_drawn, num_alone, has_units))
-        has_drawn, num_alone, has_units = (max(facts) for facts in zip(*of_ranks, strict=True))
+        has_drawn, num_alone = (max(facts) for facts in zip(*agree((has_drawn, num_alone)), strict=True))
     one.largest = max(1e-6, worst([float(original.of(at).abs().max()) for at in range(len(samples))]))
-    swapped = one.swapped(original, has_units=has_units) if swaps else None
+    swapped = one.swapped(original) if swaps else None
     # Without random draws a sample can be compared with what it gives alone, where it would draw other numbers.
     still = original
     embedded = one.embedded_alone(original) if has_drawn and not one.is_sharded else {}
@@ -184,9 +175,9 @@ def compare(  # noqa: PLR0913 - three things are compared, in different depth
         of_alone=alone.off() if parameters is not None and runs_alone and 0 < len(watched) == len(alone.gaps) else None,
         noise_sizes=one.noise_sizes(original, still, embedded),
         has_drawn=has_drawn,
-        drops_media=drops_media(samples, original.inputs),
         num_parameters=len(still.gradient),
         num_tokens=original.states.shape[0] * original.states.shape[1],
+        seconds=time.monotonic() - start,
         alone=alone.results,
     )
 
@@ -204,22 +195,17 @@ class _Comparison:
     def others(self) -> list[int]:
         return [at for at in range(len(self.samples)) if at not in self.watched]
 
-    @cached_property
-    def units(self) -> list[list[int]]:
-        return units_in(self.samples)
-
     def packed(self, samples: Sequence[Encoded], *, backward: bool) -> Ran:
         return self.runner.run(samples, packed=True, parameters=self.parameters if backward else None)
 
-    def gap(self, one: Ran, at: int, other: Ran, there: int, *, is_branch: bool = False) -> Gap:
-        """Compare a sample of two passes; of a branch only its own tokens."""
-        first = one.slots[at].num_prefix if is_branch else 0
-        return gap_of(one.of(at)[first:], other.of(there)[first:], self.largest, one.rerouted(at, other, there)[first:])
+    def gap(self, one: Ran, at: int, other: Ran, there: int) -> Gap:
+        """Compare a sample of two passes."""
+        return gap_of(one.of(at), other.of(there), self.largest, one.rerouted(at, other, there))
 
     # -- neighbours ---------------------------------------------------------------------------------------------------
 
-    def swapped(self, original: Ran, *, has_units: bool) -> Swapped | None:
-        """Replace every second sample, then the others; then every second prefix."""
+    def swapped(self, original: Ran) -> Swapped | None:
+        """Replace every second sample, then the others."""
         num = len(self.samples)
         if num < 2 and not self.is_sharded:
             return None
@@ -230,7 +216,10 @@ class _Comparison:
         num_changed, of_changed = 0, None
         for number, changing in enumerate(groups):
             backward = number == 0 and (bool(self.others) or self.is_sharded)
-            changed = [self._changed(sample) if at in changing else sample for at, sample in enumerate(self.samples)]
+            changed = [
+                with_other_content(sample, self.runner.is_ordinary) if at in changing else sample
+                for at, sample in enumerate(self.samples)
+            ]
             after = self.packed(changed, backward=backward)
             staying = [at for at in range(num) if at not in changing]
             moved |= {at: self.gap(original, at, after, at) for at in staying}
@@ -238,50 +227,17 @@ class _Comparison:
             if backward and self.parameters is not None:
                 expected, found = (_at_tokens(ran, self.watched) for ran in (original, after))
                 of_changed = _apart(expected, found, original.gradient, after.gradient)
-        blind = self._other_prefixes(original, moved) if has_units else []
         repeated = Gap(0.0, 0.0)
         if self.is_sharded or any(not gap.most <= 0 for gap in moved.values()):
             again = self.packed(self.samples, backward=False)
             gaps = [self.gap(original, at, again, at) for at in range(num)]
             repeated = Gap(worst([gap.most for gap in gaps]), worst([gap.over_tokens for gap in gaps]))
-        beside = (self._beside(original, one) for one in (original.of_inputs, original.of_states))
-        return Swapped(moved, blind, num_changed, repeated, of_changed, *beside)
-
-    def _changed(self, sample: Encoded) -> Encoded:
-        # Media of a prefix belong to other samples, too.
-        changed = replaced(sample, self.runner.is_ordinary)
-        return changed if PREFIX in sample else with_other_media(changed)
-
-    def _other_prefixes(self, original: Ran, moved: dict[int, Gap]) -> list[int]:
-        """Replace every second prefix; return the branches that did not move, and add to `moved` what did."""
-        changed, changing = list(self.samples), set()
-        for unit in self.units[::2]:
-            rows = [with_other_media(self.samples[at]) for at in unit]
-            for at, row in zip(unit, with_other_prefix(rows, self.runner.is_ordinary) or rows, strict=True):
-                changed[at] = row
-                changing.add(at)
-        after = self.packed(changed, backward=False)
-        for at in range(len(self.samples)):
-            if at not in changing:
-                gap = self.gap(original, at, after, at)
-                moved[at] = max(gap, moved.get(at, gap), key=lambda one: one.most)
-        # A prefix without words, whose media cannot be replaced, stays as it was.
-        before, states = original.states[0], after.states[0]
-        prefixes = [(at, original.slots[at].prefix) for at in sorted(changing)]
-        seen = [at for at, prefix in prefixes if not torch.equal(before[prefix], states[prefix])]
-        return [at for at in seen if not self.gap(original, at, after, at, is_branch=True).most > 0]
-
-    def _beside(self, original: Ran, of_tokens: torch.Tensor | None) -> float:
-        if of_tokens is None or not self.others:
-            return 0.0
-        squares = of_tokens.float().square().sum(dim=-1)
-        # The lengths of two vectors: the gradients at all tokens of each group of samples, but not at prefixes: these
-        # have the gradients of all branches.
-        of = [
-            float(sum(squares[original.slots[at].row, original.slots[at].tokens].sum() for at in which))
-            for which in (self.others, self.watched)
+        prefixes = {at: slot for at in self.watched if (slot := original.slots[at]).num_prefix}
+        of_tokens = original.of_embedded
+        blind = [
+            at for at, slot in prefixes.items() if of_tokens is not None and not of_tokens[slot.row, slot.prefix].any()
         ]
-        return (of[0] / max(of[1], 1e-30)) ** 0.5 if of[1] > 0 else 0.0
+        return Swapped(moved, blind, num_changed, repeated, of_changed)
 
     # -- alone --------------------------------------------------------------------------------------------------------
 
@@ -293,11 +249,11 @@ class _Comparison:
         watched = [self.samples[at] for at in self.watched] if runs_own else []
         made = _Alone(self, still, keeps=keeps)
         is_trained = self.parameters is not None and not is_checkpointed(self.runner.model)
-        reference = Reference(self.runner, watched, is_trained=is_trained, stand_in=self.samples)
+        reference_of = reference_for(self.runner, watched, is_trained=is_trained, stand_in=self.samples)
         for at, sample in zip(self.watched, watched, strict=False):
             if id(sample) in known:
                 made.add(at, known[id(sample)])
-            elif (name := reference.name_for(sample)) is not None:
+            elif (name := reference_of(sample)) is not None:
                 with own_attention(self.runner.model, name):
                     made.add(at, self.runner.run([sample], packed=False, parameters=self.parameters))
         for _ in range(num_alone - len(watched)):
@@ -308,29 +264,23 @@ class _Comparison:
                 self.runner.run(stand_in, packed=not watched, parameters=self.parameters)
         return made
 
-    # -- noise --------------------------------------------------------------------------------------------------------
-
     def embedded_alone(self, original: Ran) -> dict[int, torch.Tensor]:
         """Return the embeddings of each watched sample, with noise drawn for the sample alone."""
-        embed, ids = self.runner.model.get_input_embeddings(), original.inputs["input_ids"]
+        embed, ids = self.runner.model.get_input_embeddings(), original.given.inputs["input_ids"]
         with torch.no_grad():
             own = {at: original.slots[at].of(ids)[None].to(original.states.device) for at in self.watched}
             return {at: embed(tokens).detach()[0] for at, tokens in own.items()}
 
-    def noise_sizes(
-        self, original: Ran, still: Ran, alone: Mapping[int, torch.Tensor]
-    ) -> dict[int, tuple[float, float]]:
-        # The pass without draws has the embeddings themselves; what is left of the other one is noise.
+    def noise_sizes(self, original: Ran, still: Ran, alone: Mapping[int, torch.Tensor]) -> dict[int, float]:
+        """Compare the largest noise in a sequence with the largest that is drawn for a sample alone."""
         sizes = {}
-        for at, own in alone.items():
-            if original.embedded is None or still.embedded is None:
-                continue
-            drawn, right = (original.slots[at].of(one).float() for one in (original.embedded, still.embedded))
-            squares = [(one.float() - right).square().flatten() for one in (drawn, own)]
-            means = [float(one.mean()) for one in squares]
-            if max(means) > 0:
-                chance = sum(float(one.var()) / (4 * len(one) * max(float(one.mean()), 1e-30) ** 2) for one in squares)
-                sizes[at] = ((means[0] / max(means[1], 1e-30)) ** 0.5, chance**0.5)
+        if original.embedded is not None and still.embedded is not None:
+            for at, own in alone.items():
+                # The pass without draws has the embeddings themselves; what is left of the others is noise.
+                drawn, right = (original.slots[at].of(one).float() for one in (original.embedded, still.embedded))
+                here, there = (float((one.float() - right).abs().max()) for one in (drawn, own))
+                if max(here, there) > 0:
+                    sizes[at] = here / max(there, 1e-30)
         return sizes
 
 
@@ -341,7 +291,7 @@ class _Alone:
         self.comparison, self.packed, self.keeps = comparison, packed, keeps
         self.gaps: dict[int, Gap] = {}
         self.results: dict[int, Ran] = {}
-        self.inputs: dict[int, Ran] = {}
+        self.inputs: dict[int, Collated] = {}
         self.at_tokens: dict[str, torch.Tensor | None] = {}
         self.gradient: dict[str, torch.Tensor] = {}
 
@@ -349,7 +299,7 @@ class _Alone:
         self.gaps[at] = self.comparison.gap(self.packed, at, ran, 0)
         self.gradient = gradients.added([self.gradient, ran.gradient])
         slot = self.packed.slots[at]
-        for name in _AT_TOKENS:
+        for name in _AT_TOKENS.values():
             value, total = getattr(ran, name), self.at_tokens.get(name)
             if value is None or (total is None and name in self.at_tokens):
                 self.at_tokens[name] = None
@@ -358,14 +308,14 @@ class _Alone:
                 shape = *self.packed.states.shape[:2], value.shape[-1]
                 total = self.at_tokens[name] = torch.zeros(shape, device=value.device)
             total[slot.row, slot.places] += ran.slots[0].of(value).float()  # at a prefix the sum over its branches
-        self.inputs[at] = ran.without_results()
+        self.inputs[at] = ran.given
         if self.keeps:
             self.results[id(self.comparison.samples[at])] = ran
 
-    def wrong(self) -> WrongInputs | None:
+    def wrong(self) -> str | None:
         """Compare the inputs of the sequence with those of its samples."""
         samples = self.comparison.samples
-        return wrong_inputs(samples, self.packed, [self.inputs.get(at) for at in range(len(samples))])
+        return wrong_inputs(samples, self.packed.given, [self.inputs.get(at) for at in range(len(samples))])
 
     def off(self) -> Gradients:
         """Compare the gradient of the sequence with the sum over its samples."""
@@ -373,22 +323,17 @@ class _Alone:
         return _apart(of_packed, self.at_tokens, self.packed.gradient, self.gradient)
 
 
-_AT_TOKENS = ("of_states", "of_inputs", "of_embedded")
+_AT_TOKENS = {LAST_LAYER: "of_states", TOKENS: "of_embedded"}
 """Fields of a pass with a gradient at each token."""
 
 
 def _at_tokens(ran: Ran, watched: Sequence[int]) -> dict[str, torch.Tensor | None]:
     """Return the gradients at the tokens of a sequence, 0 at tokens of samples that are not watched."""
-    made: dict[str, torch.Tensor | None] = {}
-    for name in _AT_TOKENS:
-        value = getattr(ran, name)
-        if value is None:
-            made[name] = None
-            continue
-        kept = made[name] = torch.zeros_like(value, dtype=torch.float32)
-        for slot in (ran.slots[at] for at in watched):
-            kept[slot.row, slot.places] = value[slot.row, slot.places].float()
-    return made
+    mask = torch.zeros(ran.states.shape[:2], device=ran.states.device)
+    for slot in (ran.slots[at] for at in watched):
+        mask[slot.row, slot.places] = 1
+    found = {name: getattr(ran, name) for name in _AT_TOKENS.values()}
+    return {name: None if value is None else value.float() * mask[..., None] for name, value in found.items()}
 
 
 def _apart(
@@ -397,8 +342,8 @@ def _apart(
     gradient: Mapping[str, torch.Tensor],
     of_other: Mapping[str, torch.Tensor],
 ) -> Gradients:
-    of_states, *of_inputs = (_share(one.get(name), other.get(name)) for name in _AT_TOKENS)
-    return Gradients(of_states, worst(of_inputs), gradients.difference(gradient, of_other))
+    shares = {what: _share(one.get(name), other.get(name)) for what, name in _AT_TOKENS.items()}
+    return {**shares, **gradients.difference(gradient, of_other)}
 
 
 def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

@@ -7,8 +7,7 @@ nothing about isolation, so it is left out of a comparison and counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ class Routes:
     def __init__(self) -> None:
         self.choices: list[torch.Tensor] = []
 
-    def note(self, made: Any) -> None:
+    def note(self, module: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Keep the numbers of the experts that a router chose; of a router that gives scores, the two best."""
         if torch._C._current_graph_task_id() != -1:  # a layer that is run again in the backward
             return
@@ -46,14 +45,6 @@ class Routes:
         return torch.cat(fitting, dim=-1).reshape(*shape, -1) if fitting else None
 
 
-@contextmanager
-def routes_of(model: torch.nn.Module) -> Iterator[Routes]:
-    """Collect the choices of the model's routers."""
-    routes = Routes()
-    routers = [module for name, module in model.named_modules() if _ROUTER.search(name)] if has_experts(model) else []
-    handles = [router.register_forward_hook(lambda module, args, made: routes.note(made)) for router in routers]
-    try:
-        yield routes
-    finally:
-        for handle in handles:
-            handle.remove()
+def routers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that choose experts."""
+    return [module for name, module in model.named_modules() if _ROUTER.search(name)] if has_experts(model) else []

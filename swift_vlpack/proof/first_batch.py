@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
-from swift_vlpack.feed.sequence import layout, packed_sequence
-from swift_vlpack.proof.branches import as_trained, marked, without_extras
+from swift_vlpack.feed.sequence import packed_sequence
+from swift_vlpack.proof.branches import as_trained, marked
 from swift_vlpack.proof.perturb import media_of
-from swift_vlpack.proof.runner import Collated, Slot, slots_in
+from swift_vlpack.proof.runner import Collated, Slot, TemplateBatches, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
@@ -22,9 +22,6 @@ TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE, FEWEST_TARGETS = 8, 256, 2
 """Number of targets in the loss of this proof: most of a sample, most of a sequence, and fewest of a sample (its first
 and last target). Each target costs a product with the whole vocabulary, forward and backward. A few are enough, because
 the gradient of a late target reaches all tokens before it in every layer but the last."""
-
-_AT = "_at"
-"""Field of a sample with its number in the sequence."""
 
 
 def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
@@ -71,15 +68,29 @@ class FirstSequence:
 
     @cached_property
     def samples(self) -> list[Encoded]:
-        """Return the samples with marks of the prefixes that they share; if need be, only their tokens."""
-        if isinstance(self.encoded, str):
-            tokens = [slot.of(self.inputs["input_ids"]).tolist() for slot in self.slots]
-            rows: list[Encoded] = [{"input_ids": one, "length": len(one)} for one in tokens]
-        else:
-            rows = list(self.encoded)
-        names = self.record.sample_ids
-        rows = [{**row, "sample_id": name, _AT: at} for at, (row, name) in enumerate(zip(rows, names, strict=True))]
+        """Return the samples with the targets in the loss, their weights, and marks of the prefixes that they share.
+
+        If need be, they have only their tokens.
+        """
+        fields = {"labels": self.labels, **({} if self.weights is None else {"loss_scale": self.weights})}
+        rows: list[Encoded] = []
+        for at, (slot, name) in enumerate(zip(self.slots, self.record.sample_ids, strict=True)):
+            tokens = slot.of(self.inputs["input_ids"]).tolist()
+            row = {"input_ids": tokens, "length": len(tokens)} if isinstance(self.encoded, str) else self.encoded[at]
+            own = {field: slot.of(value).tolist() for field, value in fields.items()}
+            rows.append({**row, **own, "sample_id": name})
         return marked(rows, self.record.shared)
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """Return the loss weights of all tokens."""
+        return self.inputs.get("loss_scale")
+
+    @cached_property
+    def labels(self) -> torch.Tensor:
+        """Return the labels of the targets in the loss."""
+        labels: torch.Tensor = self.inputs["labels"].masked_fill(~self.is_learnt, NO_LABEL)
+        return labels
 
     @cached_property
     def watched(self) -> list[int]:
@@ -95,9 +106,9 @@ class FirstSequence:
     @cached_property
     def is_learnt(self) -> torch.Tensor:
         """Return a mask of the targets in the loss: a few of each watched sample, spread over the sample."""
-        is_target, weights = self.inputs["labels"][0] != NO_LABEL, self.inputs.get("loss_scale")
-        if weights is not None:
-            is_target &= weights[0] != 0
+        is_target = self.inputs["labels"][0] != NO_LABEL
+        if self.weights is not None:
+            is_target &= self.weights[0] != 0
         most = max(FEWEST_TARGETS, min(TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE // max(1, len(self.watched))))
         is_learnt = torch.zeros_like(is_target)
         for slot in map(self.slots.__getitem__, self.watched):  # a prefix has no target
@@ -109,48 +120,21 @@ class FirstSequence:
     @contextmanager
     def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
         """Yield the sequence with the tokens and media of these samples, or one sample as the host has it un-packed."""
-        yield replace(Collated.of(self._alone(samples[0])), slots=()) if not packed else self._packed(samples)
-
-    def _packed(self, samples: Sequence[Encoded]) -> Collated:
-        made = {**self.inputs, "labels": self.inputs["labels"].masked_fill(~self.is_learnt, NO_LABEL)}
-        tokens = made["input_ids"].clone()
+        if not packed:
+            with TemplateBatches(self.template).batch(samples, packed=False) as alone:
+                yield alone
+            return
+        made = {**self.inputs, "labels": self.labels, "input_ids": self.inputs["input_ids"].clone()}
         for slot, sample in zip(self.slots, samples, strict=True):
-            tokens[slot.row, slot.places] = torch.tensor(sample["input_ids"]).to(tokens)
-        made["input_ids"] = tokens
-        return replace(Collated.of(made | self._media(samples)), slots=self.slots)
+            made["input_ids"][slot.row, slot.places] = torch.tensor(sample["input_ids"]).to(made["input_ids"])
+        yield replace(Collated.of(made | self._media(samples)), slots=self.slots)
 
     def _media(self, samples: Sequence[Encoded]) -> dict[str, torch.Tensor]:
         """Return the inputs with media that are not those of the batch; empty if all are."""
-        changed = [media_of(one).keys() for one, own in zip(samples, self.samples, strict=True) if _differ(one, own)]
-        names = {name for names in changed for name in names} & set(self.inputs)
-        if not names:
+        pairs = [(media_of(one), own) for one, own in zip(samples, self.samples, strict=True)]
+        changed = {name for media, own in pairs for name, value in media.items() if value is not own.get(name)}
+        if not changed & set(self.inputs):
             return {}
-        rows = as_trained([without_mark(one) for one in samples])
-        made = packed_sequence(self.template, rows, multiple=self.record.sequence_multiple)
-        return {name: made[name].to(self.inputs[name]) for name in names if isinstance(self.inputs[name], torch.Tensor)}
-
-    def _alone(self, sample: Encoded) -> dict[str, Any]:
-        """Collate one sample as the host does un-packed, with the targets and weights that it has in the sequence."""
-        with layout(self.template, packed=False):
-            made: dict[str, Any] = self.template.data_collator([without_extras(without_mark(sample))])
-        here, mask = self.slots[sample[_AT]].places, made.get("attention_mask")
-        places = torch.ones_like(made["labels"], dtype=torch.bool)
-        if mask is not None and mask.dim() == 2:
-            places = mask.bool()
-        is_learnt = torch.zeros_like(places)
-        is_learnt[places] = self.is_learnt[here].cpu()
-        made["labels"] = made["labels"].masked_fill(~is_learnt, NO_LABEL)
-        if self.inputs.get("loss_scale") is not None:
-            weights = torch.zeros(made["labels"].shape, dtype=self.inputs["loss_scale"].dtype)
-            weights[places] = self.inputs["loss_scale"][0, here].cpu()
-            made["loss_scale"] = weights
-        return made
-
-
-def without_mark(sample: Encoded) -> Encoded:
-    """Copy a sample without its number in the sequence."""
-    return {name: value for name, value in sample.items() if name != _AT}
-
-
-def _differ(one: Encoded, own: Encoded) -> bool:
-    return any(value is not own.get(name) for name, value in media_of(one).items())
+        made = packed_sequence(self.template, as_trained(samples), multiple=self.record.sequence_multiple)
+        own = {name: self.inputs[name] for name in changed & set(self.inputs)}
+        return {name: made[name].to(value) for name, value in own.items() if isinstance(value, torch.Tensor)}

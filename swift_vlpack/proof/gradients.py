@@ -47,23 +47,24 @@ class Parameters:
         named = dict(model.named_parameters())
         self._parts = _of_vocabulary(model)
         self._rows = None if tokens is None else _most_frequent(tokens)
-        of_vocabulary = {name for name, one in named.items() if id(one) in self._parts}
         if all_trained:
             chosen = [name for name, one in named.items() if one.requires_grad]
-            # Leave out sharded embeddings and heads: their whole gradients, of all words, would have to be gathered.
-            chosen = [name for name in chosen if name not in of_vocabulary or not sharded_by(model)]
         else:
             chosen = [name for name, one in named.items() if len(shape_of(one)) == 1 and one.is_floating_point()]
+        # Leave out sharded embeddings and heads: their whole gradients, of all words, would have to be gathered.
+        of_vocabulary = [name for name in chosen if id(named[name]) in self._parts and sharded_by(model)]
+        chosen = [name for name in chosen if name not in of_vocabulary]
         self.of_forward = whole(model, chosen)
         """The parameters by name, as a forward and backward see them: the whole ones, if they are sharded."""
         trained = [one for name, one in self.of_forward.items() if named[name].requires_grad]
-        self.why_none: str | None = None
+        self.left_out = "gradients of head and embeddings (they are sharded)" if of_vocabulary else ""
+        """What is not compared, and why."""
         if chosen and not self.of_forward:
-            self.why_none = "they are sharded"
+            self.left_out = "gradients of parameters (they are sharded)"
         elif has_engine and not all(_hooks_of(one) for one in trained):
-            self.why_none = "an engine takes them in the backward"
+            self.left_out, self.of_forward = "gradients of parameters (an engine takes them in the backward)", {}
         elif any(one._backward_hooks for one in trained):
-            self.why_none = "something else takes them in the backward"
+            self.left_out, self.of_forward = "gradients of parameters (something else takes them in the backward)", {}
 
     @contextmanager
     def collected(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -77,16 +78,15 @@ class Parameters:
         named = dict(self.model.named_parameters())
         before = [(one, one.grad, one.requires_grad) for one in named.values()]
         others = [(hooks, dict(hooks)) for one in self.of_forward.values() if (hooks := _hooks_of(one))]
-        chosen = {} if self.why_none else self.of_forward
         handles = []
         try:
             for hooks, _ in others:
                 hooks.clear()
             for name, one in named.items():
                 one.grad = None
-                if one.requires_grad != (name in chosen):
-                    one.requires_grad_(name in chosen)
-            for name, one in chosen.items():
+                if one.requires_grad != (name in self.of_forward):
+                    one.requires_grad_(name in self.of_forward)
+            for name, one in self.of_forward.items():
                 one.requires_grad_(True)  # FSDP2 sets it on a whole parameter only when it gathers
                 hook = partial(self._take, found, name, self._parts.get(id(named.get(name))))
                 handles.append(one.register_post_accumulate_grad_hook(hook))
@@ -119,10 +119,10 @@ class ParametersInFloat32(Parameters):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        copies = {name: one.detach().float().requires_grad_(True) for name, one in self.of_forward.items()}
-        self.by_id = {id(one): copies[name] for name, one in self.of_forward.items()}
+        given, self.of_forward = self.of_forward, {}
+        self.of_forward = {name: one.detach().float().requires_grad_(True) for name, one in given.items()}
+        self.by_id = {id(one): self.of_forward[name] for name, one in given.items()}
         """The copies by the `id` of the parameter, for `Float32Mode`."""
-        self.of_forward = copies
 
 
 def _most_frequent(tokens: torch.Tensor) -> torch.Tensor:

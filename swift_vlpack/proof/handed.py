@@ -15,7 +15,8 @@ form is not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -35,89 +36,60 @@ def why_not_apart(inputs: Mapping[str, Any], slots: Sequence[Slot], config: Any,
 
     `config` is that of the model.
     """
-    return next(_reasons(inputs, slots, config, attention), None)
-
-
-def _reasons(inputs: Mapping[str, Any], slots: Sequence[Slot], config: Any, attention: str) -> Iterator[str]:
-    """Yield reasons. First those that hold whatever else is in the batch."""
     name, mask, positions = f"attention {attention}", inputs.get("attention_mask"), inputs.get("position_ids")
-    if isinstance(mask, torch.Tensor):
-        yield from _of_mask(mask, slots, name)
+    if isinstance(mask, torch.Tensor) and (wrong := _of_mask(mask, slots, name)):
+        return wrong
     boundaries = next((name for name in _BOUNDARIES if inputs.get(name) is not None), "")
     if boundaries == ENDS and keeps_samples_apart(attention):
-        return  # this attention reads boundaries, so the cause is something else
-    if isinstance(positions, torch.Tensor):
-        yield from _of_positions(positions, slots, inputs, config, is_flash="flash" in attention)
+        return None  # this attention reads boundaries, so the cause is something else
+    begins = _begins(positions, slots) if isinstance(positions, torch.Tensor) else []
+    if any(begins) and not all(begins):
+        return "positions begin again at some samples only: the others go on with the sample before them"
+    unread = _why_unread(inputs, config, is_flash="flash" in attention) if any(begins) else ""
+    if unread:
+        return f"positions begin again at every sample, and transformers does not look at them: {unread}"
     if boundaries:
-        yield f"boundaries are in {boundaries}, which {name} does not read (flash-attn and vlpack read {ENDS})"
+        return f"boundaries are in {boundaries}, which {name} does not read (flash-attn and vlpack read {ENDS})"
     if not isinstance(positions, torch.Tensor):
-        yield "nothing in the batch tells where samples start: no positions, no boundaries, no mask of samples"
-    elif (begins := _begins(positions, slots)) and not any(begins):
-        yield (
+        return "nothing in the batch tells where samples start: no positions, no boundaries, no mask of samples"
+    if begins and not any(begins):
+        return (
             "positions run over the whole row and begin again at no sample, and nothing else in the batch tells where "
             "samples start"
         )
-
-
-def _of_mask(mask: torch.Tensor, slots: Sequence[Slot], name: str) -> Iterator[str]:
-    if mask.dim() == 4 and (leak := _leak(mask, slots)) is not None:
-        reader, seen = (number + 1 for number in leak)
-        yield f"the 4-D attention_mask lets tokens of sample {reader} of the sequence see sample {seen}"
-    elif mask.dim() == 4:
-        yield f"the 4-D attention_mask keeps samples apart, and {name} does not read it"
-    elif mask.dim() != 2:
-        yield f"attention_mask is neither 2-D nor 4-D, and {name} reads nothing else (boundaries, for a patched one?)"
-    elif {int(number) for slot in slots for number in slot.of(mask).unique()} - {0, 1}:
-        yield (
-            f"attention_mask numbers the samples, and {name} reads it as a mask of padding: tokens see all that is "
-            "not 0"
-        )
-
-
-def _leak(mask: torch.Tensor, slots: Sequence[Slot]) -> tuple[int, int] | None:
-    """Return the first pair of samples (reader, seen), counted from 0, that a mask fails to keep apart."""
-    # Masks that are added to scores have large negative numbers for what is hidden; others are 0 or False there.
-    allowed = mask > _HIDDEN if mask.is_floating_point() else mask != 0
-    for one, here in enumerate(slots):
-        for other, there in enumerate(slots):
-            is_other = one != other and here.row == there.row
-            if is_other and bool(allowed[here.row % len(allowed), :, here.tokens, there.tokens].any()):
-                return one, other
     return None
 
 
-def _of_positions(
-    positions: torch.Tensor, slots: Sequence[Slot], inputs: Mapping[str, Any], config: Any, *, is_flash: bool
-) -> Iterator[str]:
-    """Yield the reasons why attention did not read positions that begin again."""
+def _of_mask(mask: torch.Tensor, slots: Sequence[Slot], name: str) -> str | None:
+    if mask.dim() == 4:
+        # Masks that are added to scores have large negative numbers for what is hidden; others are 0 or False there.
+        allowed = mask > _HIDDEN if mask.is_floating_point() else mask != 0
+        for (one, here), (other, there) in permutations(enumerate(slots, start=1), 2):
+            if here.row == there.row and bool(allowed[here.row % len(allowed), :, here.tokens, there.tokens].any()):
+                return f"the 4-D attention_mask lets tokens of sample {one} of the sequence see sample {other}"
+        return f"the 4-D attention_mask keeps samples apart, and {name} does not read it"
+    if mask.dim() != 2:
+        return f"attention_mask is neither 2-D nor 4-D, and {name} reads nothing else (boundaries, for a patched one?)"
+    if {int(number) for slot in slots for number in slot.of(mask).unique()} - {0, 1}:
+        return (
+            f"attention_mask numbers the samples, and {name} reads it as a mask of padding: tokens see all that is "
+            "not 0"
+        )
+    return None
+
+
+def _why_unread(inputs: Mapping[str, Any], config: Any, *, is_flash: bool) -> str:
+    """Say why transformers does not find samples by positions that begin again; empty if it does."""
+    text_config, uses_cache, positions = text_config_of(config), inputs.get("use_cache"), inputs["position_ids"]
     if positions.dim() == 3 and len(positions) != 4:
-        yield (
-            "position_ids have three axes (time, height, width), and transformers finds samples by a fourth one only, "
-            "the text positions in front of them"
-        )
-        return
-    begins, text_config = _begins(positions, slots), text_config_of(config)
-    if not all(begins):
-        if any(begins):
-            yield "positions begin again at some samples only: the others go on with the sample before them"
-        return
-    again = "positions begin again at every sample"
+        return "they have three axes (time, height, width), and it takes a fourth in front of them, the text positions"
     if isinstance(inputs.get("attention_mask"), torch.Tensor):
-        yield (
-            f"{again}, but transformers looks at them only where there is no attention_mask: leave it out of packed "
-            "batches"
-        )
-    uses_cache = inputs.get("use_cache")
+        return "it does so only where there is no attention_mask; leave it out of packed batches"
     if (getattr(text_config, "use_cache", False) if uses_cache is None else uses_cache) and not is_flash:
-        yield (
-            f"{again}, but transformers looks at them only without a cache: set model.config.use_cache to False, or "
-            "take an attention that reads boundaries (cu_seq_lens_q)"
-        )
+        return "it does so only without a cache; set model.config.use_cache to False"
     if positions.dim() == 2 and "mrope_section" in (getattr(text_config, "rope_parameters", None) or {}):
-        yield (
-            f"{again}, but position_ids are 2-D, and this model finds samples by the first of four axes only: text, "
-            "time, height, width"
-        )
+        return "they are 2-D, and it takes the first of four axes of this model: text, time, height, width"
+    return ""
 
 
 def _begins(positions: torch.Tensor, slots: Sequence[Slot]) -> list[bool]:

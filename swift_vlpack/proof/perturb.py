@@ -38,18 +38,16 @@ def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool
 def replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
     """Replace every ordinary token by another ordinary token. Media and control tokens stay, so positions stay, too.
 
-    The tokens of a prefix stay, because other samples share them (`with_other_prefix` replaces those).
+    The tokens of a prefix stay, because other samples share them.
     """
     others, num_prefix = _others(sample["input_ids"], is_ordinary), num_prefix_of(sample)
     return {**sample, "input_ids": [*sample["input_ids"][:num_prefix], *others[num_prefix:]]}
 
 
-def with_other_prefix(unit: Sequence[Encoded], is_ordinary: Callable[[int], bool]) -> list[Encoded] | None:
-    """Replace the ordinary tokens of the prefix that samples share; None if it has no such token."""
-    prefix = _others(unit[0]["input_ids"], is_ordinary)[: num_prefix_of(unit[0])]
-    if prefix == list(unit[0]["input_ids"][: len(prefix)]):
-        return None
-    return [{**sample, "input_ids": [*prefix, *sample["input_ids"][len(prefix) :]]} for sample in unit]
+def with_other_content(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
+    """Replace tokens and media of a sample, but nothing of its prefix, which belongs to other samples, too."""
+    changed = replaced(sample, is_ordinary)
+    return changed if num_prefix_of(sample) else with_other_media(changed)
 
 
 def _others(tokens: Sequence[int], is_ordinary: Callable[[int], bool]) -> list[int]:

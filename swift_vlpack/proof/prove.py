@@ -20,7 +20,6 @@ which sample moved which, at which tokens and first in which module, and names t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -37,16 +36,16 @@ from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.waiting import is_of_collective
 from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_of_each_kind, short_samples
 from swift_vlpack.proof.compare import Compared, compare, gap_of, worst
-from swift_vlpack.proof.explain import explain, of_linear_attention, window_of
+from swift_vlpack.proof.explain import OF_A_STATE, explain
 from swift_vlpack.proof.first_batch import FirstSequence
 from swift_vlpack.proof.gradients import Parameters, added, difference, is_checkpointed
 from swift_vlpack.proof.perturb import can_be_replaced
 from swift_vlpack.proof.reference import (
     QUICK,
-    Reference,
     in_float32,
     is_coarse,
     own_attention,
+    reference_for,
     repeatable_training,
     untouched,
     why_not_in_float32,
@@ -101,8 +100,9 @@ def proof_of(
     """Run `prove` and return its numbers. Ranks whose parameters are sharded agree by `results_of_all`."""
     batches = TemplateBatches(template, packs.config.sequence_multiple)
     runner = Runner(unwrapped(model), batches, is_ordinary_token(template.tokenizer), forward_context)
+    sequences = sequences_of_plan(packs)
     samples = chosen_samples(
-        packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, runner.is_ordinary)
+        packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, runner.is_ordinary), sequences
     )
     if not samples:
         readable = short_samples(packs)  # raises if no row can be read
@@ -116,7 +116,6 @@ def proof_of(
             f"one that it cannot is {readable[0].get('sample_id')}. Set packing_verify=false to train without a proof"
         )
     try:
-        sequences = sequences_of_plan(packs, window_of(runner.model.config))
         return run_proof(runner, samples, sequences, results_of_all=results_of_all)
     except VLPackError:
         raise
@@ -147,28 +146,32 @@ def run_proof(
 
     Raises `IsolationError` with the likeliest cause. `what` names the sequences in the line.
     """
-    name, proof = attention.name_of(runner.model.config), None
+    proof = None
     try:
         with untouched(runner.model), repeatable_training(runner.model):
             proof = _measured(runner, samples, sequences, what, results_of_all)
         finding = _agreed(runner, proof.finding(), results_of_all)
         if finding is None:
             return proof
-        cause, seen = finding.cause, ""
-        if finding.compared is not None and not cause:
-            judged = next(one for one in proof.judged if one.compared is finding.compared)
-            cause, seen = explain(judged.compared.runner, judged.compared.samples, judged.limits)
+        finding = _explained(finding)
     except BoundaryError as error:
         positions, other = "positions are not restarted at the boundaries", "the sequence is not its samples"
-        cause = positions if "position" in str(error) else other
-        finding, seen = Finding(str(error)), ""
+        finding = Finding(str(error), positions if "position" in str(error) else other)
     except ImportError as error:
-        finding, cause, seen = Finding(str(error)), of_linear_attention(), ""
+        finding = Finding(str(error), OF_A_STATE)
     except CheckpointError as error:
-        finding, cause, seen = Finding(str(error).strip().splitlines()[0]), _RUN_AGAIN, ""
-    details = "; ".join(filter(None, (finding.said, seen)))
-    said = f"isolation could not be verified with attention {name}: {cause}. ({details})"
-    raise IsolationError(said, cause=cause, measured=proof)
+        finding = Finding(str(error).strip().splitlines()[0], _RUN_AGAIN)
+    said = f"isolation could not be verified with attention {attention.name_of(runner.model.config)}: {finding.cause}"
+    raise IsolationError(f"{said}. ({finding.said})", cause=finding.cause, measured=proof)
+
+
+def _explained(finding: Finding) -> Finding:
+    """Return a finding with its cause. If it has none, run the model again to look for it."""
+    if finding.judged is None:
+        return finding
+    compared = finding.judged.compared
+    cause, seen = explain(compared.runner, compared.samples, finding.judged.limits)
+    return Finding("; ".join(filter(None, (finding.said, seen))), cause)
 
 
 def _measured(
@@ -183,24 +186,35 @@ def _measured(
     The number of forwards does not depend on their results, because ranks that wait for each other in a forward must
     run equally many.
     """
-    reference = Reference(runner, samples, is_trained=not is_checkpointed(runner.model))
+    reference_of = reference_for(runner, samples, is_trained=not is_checkpointed(runner.model))
     by_length = sorted(samples, key=length_of)
-    known = [one for one in samples if reference.name_for(one) is not None]
+    known = [one for one in samples if reference_of(one) is not None]
     samples = known if len(known) > 1 else by_length[:2]
-    parameters = Parameters(runner.model)
     # Reversed, the pack has equal length but other boundaries, so a cache of boundaries by length gives wrong ones. The
     # one with a backward comes first: some kernels are used only with or only without.
-    turned = compare(runner, samples[::-1], parameters=parameters, keeps=True)
+    turned = compare(runner, samples[::-1], parameters=Parameters(runner.model), keeps=True)
     pack = compare(runner, samples, swaps=True, known=turned.alone)
-    kept = _affordable(sequences)
+    left, kept = TOKENS_ALLOWED, list[Sequence[Encoded]]()
+    for sequence in sequences:
+        num_tokens = sum(map(length_of, sequence))
+        if not kept or num_tokens <= left:
+            kept.append(sequence)
+            left -= num_tokens
     of_plan = [compare(runner, sequence, keeps=number == 0) for number, sequence in enumerate(kept)]
-    left_out = _left_out(sequences, of_plan)
+    left_out = []
+    if (num := len(sequences) - len(kept)) > 0:
+        left_out.append(f"{counted(num, 'long sequence')} of the plan")
+    left_out += filter(None, [_without(sum(one.num_without for one in of_plan))])
     own = [(pack, SHORT), (turned, SHORT), *((one, what) for one in of_plan)]
     if not is_coarse(runner.model, pack.dtype):
         return Proof([Judged(one, SHARP, said) for one, said in own], SHARP, left_out)
     judged, limits, why_not = _in_float32(runner, samples, kept[:1], [turned, *of_plan[:1]], what, results_of_all)
     left_out += [why_not] if why_not else []
     return Proof([*judged, *(Judged(one, limits, said, is_float32=False) for one, said in own)], limits, left_out)
+
+
+def _without(number: int) -> str:
+    return f"{counted(number, 'sample')} too long for the model's own attention" if number else ""
 
 
 def _in_float32(
@@ -219,37 +233,35 @@ def _in_float32(
     few = short_of_each_kind(samples)
     if why_not := _first(results_of_all(lambda: why_not_in_float32(runner.model))):
         return [], COARSE, f"float32 ({why_not})"
-    start = time.monotonic()
     with in_float32(runner) as (again, parameters):
         short = _tried(lambda: compare(again, few, parameters=parameters, keeps=True), results_of_all)
         if isinstance(short, str):
             alone = _tried(lambda: _alone_in_float32(again, few), results_of_all)
             return [], COARSE if isinstance(alone, str) else _rounding(own[:1], [alone]), f"float32 ({short})"
         judged, said = [Judged(short, SHARP, SHORT)], "" if parameters is not None else "gradients in float32 (memory)"
-        seconds = (time.monotonic() - start) / max(1, sum(map(length_of, few)))
         for sequence in sequences:
-            estimate = max(results_of_all(partial(_estimate, seconds, sequence)))
+            estimate = max(results_of_all(partial(_estimate, own, short)))
             if estimate > SECONDS_IN_FLOAT32:
                 said = f"{what} in float32 (it would take {estimate:.0f} s)"
                 continue
             full = _tried(partial(compare, again, sequence, keeps=True), results_of_all)
-            if isinstance(full, str):
-                said = f"{what} in float32 ({full})"
-            else:
-                judged.append(Judged(full, SHARP, what))
+            said = f"{what} in float32 ({full})" if isinstance(full, str) else said
+            judged += [] if isinstance(full, str) else [Judged(full, SHARP, what)]
     return judged, _rounding(own, [one.compared.alone for one in judged]), said
 
 
-def _estimate(seconds_a_token: float, sequence: Sequence[Encoded]) -> float:
-    return seconds_a_token * sum(map(length_of, sequence))
+def _estimate(own: Sequence[Compared], short: Compared) -> float:
+    """Return the seconds that a sequence would take in float32: its own, times what float32 takes longer."""
+    times, in_own_type = (one.seconds / max(1, one.num_tokens) for one in (short, own[0]))
+    return own[-1].seconds * times / max(in_own_type, 1e-9)
 
 
 def _alone_in_float32(runner: Runner, samples: Sequence[Encoded]) -> dict[int, Ran]:
     """Run samples alone, for a kernel that knows 16 bits only: the model's own attention knows both."""
-    reference = Reference(runner, samples, is_trained=False)
+    reference_of = reference_for(runner, samples, is_trained=False)
     made = {}
     for sample in samples:
-        with own_attention(runner.model, reference.name_for(sample) or QUICK):
+        with own_attention(runner.model, reference_of(sample) or QUICK):
             made[id(sample)] = runner.run([sample], packed=False)
     return made
 
@@ -284,34 +296,12 @@ def _first(said: Sequence[str]) -> str:
     return next(filter(None, said), "")
 
 
-def _affordable(sequences: Sequence[Sequence[Encoded]]) -> list[Sequence[Encoded]]:
-    """Choose sequences of the plan by their tokens: the first in any case, then each that still fits."""
-    left, kept = TOKENS_ALLOWED, list[Sequence[Encoded]]()
-    for sequence in sequences:
-        num_tokens = sum(map(length_of, sequence))
-        if not kept or num_tokens <= left:
-            kept.append(sequence)
-            left -= num_tokens
-    return kept
-
-
-def _left_out(sequences: Sequence[Sequence[Encoded]], compared: Sequence[Compared]) -> list[str]:
-    said = []
-    if (num := len(sequences) - len(compared)) > 0:
-        said.append(f"{counted(num, 'long sequence')} of the plan")
-    if num := sum(one.num_without for one in compared):
-        said.append(f"{counted(num, 'sample')} too long for the model's own attention")
-    return said
-
-
 def _agreed(runner: Runner, finding: Finding | None, results_of_all: OfAll) -> Finding | None:
     """Return the same finding on all ranks if parameters are sharded, because naming its cause runs forwards."""
     if not is_sharded(runner.model):
         return finding
     said = results_of_all(lambda: None if finding is None else finding.said)
-    if len(set(said)) == 1:
-        return finding
-    return Finding(next(filter(None, said)), _NOT_ON_ALL)
+    return finding if len(set(said)) == 1 else Finding(_first(said), _NOT_ON_ALL)
 
 
 def compared_in_training(
@@ -376,24 +366,21 @@ def line_of_first_batch(
 
     `limits` are those of the proof before training, which measured rounding on this model; None if it did not run.
     """
-    coarse = is_coarse(compared.runner.model, compared.dtype)
+    coarse, is_encoded_again = is_coarse(compared.runner.model, compared.dtype), not isinstance(sequence.encoded, str)
     limits = SHARP if not coarse else COARSE if limits is None else limits
     proof = Proof([Judged(compared, limits, "the first batch", is_float32=not coarse)], limits)
     if (finding := proof.finding()) is not None:
+        if is_encoded_again and not is_sharded(compared.runner.model):  # the others run no forwards with this rank
+            finding = _explained(finding)
         raise wrong_batch(where, finding.cause or (_LEAK if compared.moved > 0 else _IN_TRAINING), finding.said)
-    said = list(not_looked_at)
-    swapped = compared.swapped
+    said, swapped = list(not_looked_at), compared.swapped
     if swapped is not None and swapped.moved and not swapped.num_changed:
         said.append("other neighbours, whose tokens could not be changed so that they move themselves")
-    if parameters.why_none:
-        said.append(f"gradients of parameters ({parameters.why_none})")
     if compared.has_drawn and is_sharded(compared.runner.model):
         said.append("how large drawn noise is (parameters are sharded)")
-    if isinstance(sequence.encoded, str):
+    if not is_encoded_again:
         said.append(f"its samples encoded anew and alone, other media beside them ({sequence.encoded})")
-    if compared.num_without:
-        said.append(f"{counted(compared.num_without, 'sample')} too long for the model's own attention")
-    is_encoded_again = not isinstance(sequence.encoded, str)
+    said += filter(None, [parameters.left_out, _without(compared.num_without)])
     return line_in_training(proof, where, is_encoded_again=is_encoded_again, not_looked_at=said)
 
 

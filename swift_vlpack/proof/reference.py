@@ -46,41 +46,27 @@ _CHOOSING = ("embedding", "__getitem__", "index_select")
 the whole weight may be the embeddings of a vocabulary."""
 
 
-class Reference:
-    """Choose the attention by which a sample is run alone: the model's own, or sdpa if it is equal on this model."""
+def reference_for(
+    runner: Runner, samples: Sequence[Encoded], *, is_trained: bool, stand_in: Sequence[Encoded] = ()
+) -> Callable[[Encoded], str | None]:
+    """Return the function that names the attention for a sample alone: the model's own, or sdpa if that is equal.
 
-    def __init__(
-        self, runner: Runner, samples: Sequence[Encoded], *, is_trained: bool, stand_in: Sequence[Encoded] = ()
-    ) -> None:
-        """Compare both attentions on the shortest of the samples if one of them is too long for the model's own.
-
-        `is_trained` says that a backward follows, for which all layers keep their attention weights. If parameters are
-        sharded, all ranks compare, because they run equally many forwards; without samples, they run `stand_in`.
-        """
-        self.limit = longest_for_own(runner.model, is_trained=is_trained)
-        self.has_equal = False
-        if is_sharded(runner.model) or any(length_of(one) > self.limit for one in samples):
-            by_length = sorted(samples, key=length_of)[:1]
-            self.has_equal = _is_quick_equal(runner, by_length or stand_in, packed=not by_length)
-
-    def name_for(self, sample: Encoded) -> str | None:
-        """Return the name of the attention for a sample; None if there is none."""
-        return OWN if length_of(sample) <= self.limit else QUICK if self.has_equal else None
-
-
-def _is_quick_equal(runner: Runner, samples: Sequence[Encoded], *, packed: bool) -> bool:
-    """Tell whether sdpa equals the model's own attention on a sample.
-
-    sdpa can run long samples, because it needs no matrix of L x L. But it drops arguments that some models use.
+    Both are compared on the shortest of the samples if one of them is too long for the model's own, which needs a
+    matrix of L x L; sdpa needs none, but drops arguments that some models use. `is_trained` says that a backward
+    follows, for which all layers keep their attention weights. If parameters are sharded, all ranks compare, because
+    they run equally many forwards; without samples, they run `stand_in`.
     """
-    found = []
-    with repeatable_training(runner.model):
-        for name in (OWN, QUICK):
-            with own_attention(runner.model, name):
-                found.append(runner.run(samples, packed=packed))
-    own, quick = (ran.states.float() for ran in found)
-    off = float((own - quick).abs().max()) / max(float(own.abs().max()), 1e-6)
-    return off <= (_EQUAL_IN_16_BITS if torch.finfo(found[0].dtype).bits == 16 else _EQUAL)
+    limit, is_equal = longest_for_own(runner.model, is_trained=is_trained), False
+    if is_sharded(runner.model) or any(length_of(one) > limit for one in samples):
+        shortest, found = sorted(samples, key=length_of)[:1], []
+        with repeatable_training(runner.model):
+            for name in (OWN, QUICK):
+                with own_attention(runner.model, name):
+                    found.append(runner.run(shortest or stand_in, packed=not shortest))
+        own, quick = (ran.states.float() for ran in found)
+        off = float((own - quick).abs().max()) / max(float(own.abs().max()), 1e-6)
+        is_equal = off <= (_EQUAL_IN_16_BITS if torch.finfo(found[0].dtype).bits == 16 else _EQUAL)
+    return lambda sample: OWN if length_of(sample) <= limit else QUICK if is_equal else None
 
 
 @contextmanager
@@ -105,18 +91,22 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
-    """Switch to training mode with all rates of random draws at 0, so that equal samples give equal logits."""
+def repeatable_training(model: torch.nn.Module) -> Iterator[bool]:
+    """Switch to training mode with all rates of random draws at 0, so that equal samples give equal logits.
+
+    Yields whether a rate was above 0: a custom kernel may draw without torch's generators.
+    """
     owners = [*model.modules(), *configs_of(model)]
-    settings = _settings(owners)
+    settings, has_rates = _settings(owners), False
     try:
         model.train()
         # Rates are found by name, because models keep them in many places: modules, configs, arguments of functions.
         for owner in owners:
             rates = [name for name, value in vars(owner).items() if type(value) is float and _DRAWS.search(name)]
             for name in [*rates, *(["p"] if isinstance(owner, _DROPOUTS) else [])]:
+                has_rates |= vars(owner)[name] != 0
                 vars(owner)[name] = 0.0
-        yield
+        yield has_rates
     finally:
         _restore(settings)
 
@@ -256,21 +246,6 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
             found[id(config)] = config
             waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     return list(found.values())
-
-
-def has_rates(model: torch.nn.Module) -> bool:
-    """Tell whether any rate of random draws is above 0.
-
-    Needed beside `Ran.has_drawn`, because a custom kernel may draw without torch's generators.
-    """
-
-    def rates() -> list[Any]:
-        owners = [*model.modules(), *configs_of(model)]
-        return [value for owner in owners for value in vars(owner).values() if type(value) is float]
-
-    before = rates()
-    with repeatable_training(model):
-        return rates() != before
 
 
 def _settings(owners: list[Any]) -> list[tuple[Any, dict[str, Any]]]:

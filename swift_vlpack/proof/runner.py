@@ -12,10 +12,11 @@ If sample 0 sees none of the others, `packed.of(0)` equals `alone.of(0)`, up to 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -26,17 +27,16 @@ from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.proof.branches import as_trained, boundaries_of, without_extras
-from swift_vlpack.proof.experts import routes_of
+from swift_vlpack.proof.experts import Routes, routers_of
 from swift_vlpack.proof.gradients import VISION_PARTS, Parameters
 from swift_vlpack.proof.shards import class_of, shape_of
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded
 
-_LONGEST_PATTERN = 1024
-"""Number of tokens after which the random weights of `_pulled` repeat."""
-_STATES, _OF_STATES, _OF_INPUTS = "states", "of_states", "of_inputs"
-_EMBEDDED, _OF_EMBEDDED = "embedded", "of_embedded"
+_NUM_WEIGHTS = 1024
+"""Number of rows of random weights in `_pulled`; labels share them."""
 
+Hook = Callable[[Any, Any, Any, Any], Any]
 ComputeLoss = Callable[[Mapping[str, Any], bool], torch.Tensor]
 """Computes the trainer's loss of collated samples, packed or not, with autocast and all that the trainer does."""
 
@@ -99,6 +99,8 @@ class Collated:
     """Places of the samples, if they are not where the host puts them (`_slots`)."""
     whole: Mapping[str, Any] = field(default_factory=dict)
     """All that was collated, for the trainer's loss."""
+    positions: torch.Tensor | None = None  # (axes, batch_size, num_tokens)
+    """Positions that the rotary embedding was given; None if the model has none that takes positions."""
 
     @classmethod
     def of(cls, made: Mapping[str, Any]) -> Collated:
@@ -136,38 +138,33 @@ class TemplateBatches:
 class Ran:
     """The results of one pass. Per-token tensors are (batch_size, num_tokens, width)."""
 
-    inputs: Mapping[str, Any]
-    labels: torch.Tensor | None
-    weights: torch.Tensor | None
-    slots: tuple[Slot, ...]
+    given: Collated
+    """The samples as they were collated, with their places and positions."""
     states: torch.Tensor
     """Hidden states after the last layer, from which the head computes logits."""
     dtype: torch.dtype
     """The coarsest data type that the model computes in."""
     of_states: torch.Tensor | None = None
     """Gradient of the trainer's loss with respect to `states`; None without a backward."""
-    of_inputs: torch.Tensor | None = None
-    """Gradient with respect to the input of the first layer, at the end of the layers' whole backward."""
     embedded: torch.Tensor | None = None
     """Embeddings of the tokens, with the noise that is drawn for them."""
     of_embedded: torch.Tensor | None = None
+    """Gradient with respect to the embeddings, at the end of the layers' whole backward."""
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradients of parameters, by name; some values of each (`gradients.Parameters`)."""
-    positions: torch.Tensor | None = None  # (axes, batch_size, num_tokens)
-    """Positions that the rotary embedding was given; None if the model has none that takes positions."""
     routes: torch.Tensor | None = None  # (batch_size, num_tokens, choices)
     """Numbers of the experts that each token was sent to, in all layers; None without experts."""
     has_drawn: bool = False
     """True if the pass drew random numbers from torch's generators."""
 
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Return the places of the samples."""
+        return self.given.slots
+
     def of(self, at: int) -> torch.Tensor:
         """Return the hidden states of a sample."""
         return self.slots[at].of(self.states)
-
-    def without_results(self) -> Ran:
-        """Return the pass with its inputs only."""
-        gradients: dict[str, Any] = {"of_states": None, "of_inputs": None, "of_embedded": None, "gradient": {}}
-        return replace(self, states=self.states[:0], embedded=None, routes=None, **gradients)
 
     def rerouted(self, at: int, other: Ran, there: int) -> torch.Tensor:
         """Mark the tokens of a sample that other experts computed in another pass."""
@@ -214,52 +211,114 @@ class Runner:
         before = random_states()
         with self.batches.batch(samples, packed=packed) as batch, torch.set_grad_enabled(parameters is not None):
             slots = tuple(batch.slots or _slots(samples, batch.inputs.get("attention_mask"), packed=packed))
-            shape = batch.inputs["input_ids"].shape
-            with (
-                _collected(parameters) as gradient,
-                _rotary_positions(self.model) as positions,
-                routes_of(self.model) as routes,
-                _seen(self.model, self.decoder, shape) as seen,
-            ):
+            seen = _Seen(batch.inputs["input_ids"].shape)
+            collected = nullcontext(dict[str, torch.Tensor]()) if parameters is None else parameters.collected()
+            with collected as gradient, hooked(self._hooks(seen)):
                 if self.loss is not None:
                     loss = self.loss(batch.whole, packed)
                 else:
                     with _without_head(self.model), self.forward_context():
                         self.model(**on_device(batch.inputs, device))
-                    loss = torch.zeros(()) if parameters is None else _pulled(seen, batch, _places(shape, slots))
+                    loss = torch.zeros(()) if parameters is None else _pulled(seen.live, batch)
                 has_drawn = not all(map(torch.equal, before, random_states()))
-                if _STATES not in seen:
+                if seen.states is None:
                     raise CannotSee(f"{type(self.decoder).__name__} gives no hidden states")
                 if parameters is not None and loss.requires_grad:
                     self.scale(loss).backward()
-        weights = next((one for one in self.model.parameters() if one.is_floating_point()), seen[_STATES])
-        rotary = [one for one in positions if one.shape[-1] == shape[1]]
+        weights = next((one for one in self.model.parameters() if one.is_floating_point()), seen.states)
         return Ran(
-            batch.inputs,
-            batch.labels,
-            batch.weights,
-            slots,
-            seen[_STATES],
-            coarsest([weights.dtype, seen["dtype"], seen[_STATES].dtype]),
-            None if self.loss is None else seen.get(_OF_STATES),
-            seen.get(_OF_INPUTS),
-            seen.get(_EMBEDDED),
-            seen.get(_OF_EMBEDDED),
-            gradient,
-            _axes(rotary[0], shape[0]) if rotary else None,
-            routes.together(shape),
-            has_drawn,
+            given=replace(batch, slots=slots, positions=seen.positions),
+            states=seen.states,
+            dtype=coarsest([weights.dtype, seen.dtype, seen.states.dtype]),
+            of_states=None if self.loss is None else seen.of_states,
+            embedded=seen.embedded,
+            of_embedded=seen.of_embedded,
+            gradient=gradient,
+            routes=seen.routes.together(seen.shape),
+            has_drawn=has_drawn,
         )
+
+    def _hooks(self, seen: _Seen) -> Iterator[tuple[torch.nn.Module, Hook]]:
+        yield self.model.get_input_embeddings(), seen.note_embedded
+        yield self.decoder, seen.note_states
+        if (head := getattr(self.model, "get_output_embeddings", lambda: None)()) is not None:
+            yield head, seen.note_head
+        linear = (one for one in self.decoder.modules() if isinstance(one, torch.nn.Linear))
+        yield from ((one, seen.note_dtype) for one in islice(linear, 1))
+        for name, module in self.model.named_modules():
+            if "rotary" in type(module).__name__.lower() and not any(part in name for part in VISION_PARTS):
+                yield module, seen.note_positions
+        yield from ((router, seen.routes.note) for router in routers_of(self.model))
+
+
+class _Seen:
+    """What hooks see in one pass: the embeddings, the output of the layers, and the gradients at both."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+        self.routes = Routes()
+        self.dtype = torch.float32
+        self.live: torch.Tensor | None = None
+        self.states: torch.Tensor | None = None
+        self.of_states: torch.Tensor | None = None
+        self.embedded: torch.Tensor | None = None
+        self.of_embedded: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy; not if embeddings were called for something else, too."""
+        if tensor.shape[:2] == self.shape:
+            setattr(self, name, tensor.detach().clone())
+
+    def note_embedded(self, module: Any, args: Any, kwargs: Any, made: torch.Tensor) -> torch.Tensor | None:
+        """Keep the embeddings, and their gradient, which shows the layers' backward even if they are frozen."""
+        self.note("embedded", made)
+        if not torch.is_grad_enabled():
+            return None
+        if not made.requires_grad:
+            made.requires_grad_(True)
+        made.register_hook(partial(self.note, "of_embedded"))
+        return made.clone()  # because the model may put images into it, and a leaf cannot be changed
+
+    def note_states(self, module: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Keep the hidden states, from which the head computes logits, and their gradient."""
+        hidden = made if isinstance(made, torch.Tensor) else made[0]
+        if isinstance(hidden, torch.Tensor) and hidden.shape[:2] == self.shape:
+            self.live = hidden
+            self.note("states", hidden)
+            if hidden.requires_grad:
+                hidden.register_hook(partial(self.note, "of_states"))
+
+    def note_head(self, module: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Keep the hidden states that a head was given, of layers that hand on something else."""
+        if self.states is None and args:
+            self.note_states(module, (), {}, args[0])
+
+    def note_dtype(self, module: Any, args: Any, kwargs: Any, made: torch.Tensor) -> None:
+        """Keep the type of a matrix product, as autocast and engines make it."""
+        self.dtype = made.dtype
+
+    def note_positions(self, module: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Keep the positions by which queries and keys are turned, as (axes, batch_size, num_tokens).
+
+        The inputs do not always have these positions: for un-packed batches, the model computes them itself.
+        """
+        found = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        is_whole = isinstance(found, torch.Tensor) and found.dim() > 1 and not found.is_floating_point()
+        if self.positions is None and is_whole and found.shape[-1] == self.shape[1]:
+            found = found.detach() if found.dim() == 3 else found.detach()[None]
+            self.positions = found.expand(-1, self.shape[0], -1)
 
 
 @contextmanager
-def _collected(parameters: Parameters | None) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect the gradients of parameters; nothing without parameters."""
-    if parameters is None:
-        yield {}
-        return
-    with parameters.collected() as found:
-        yield found
+def hooked(hooks: Iterable[tuple[torch.nn.Module, Hook]]) -> Iterator[None]:
+    """Call these with (module, args, kwargs, made) after the forwards of modules."""
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -306,132 +365,25 @@ def _without_head(model: Any) -> Iterator[None]:
         vars(head).update({} if before is None else {"forward": before})
 
 
-@contextmanager
-def _seen(model: Any, decoder: torch.nn.Module, shape: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Capture the embeddings, the output of the layers, and the gradients at their input and output."""
-    seen: dict[str, Any] = {"dtype": torch.float32}
-
-    def note(name: str, tensor: torch.Tensor) -> None:
-        if tensor.shape[:2] == tuple(shape):  # else embeddings were called for something else, too
-            seen[name] = tensor.detach().clone()
-
-    def gradient(name: str, tensor: torch.Tensor) -> None:
-        if torch.is_grad_enabled():
-            if not tensor.requires_grad:
-                tensor.requires_grad_(True)  # frozen embeddings: their gradient shows the layers' backward all the same
-            tensor.register_hook(lambda grad: note(name, grad))
-
-    def embedded(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor | None:
-        note(_EMBEDDED, made)
-        if not torch.is_grad_enabled():
-            return None
-        gradient(_OF_EMBEDDED, made)
-        return made.clone()  # because the model may put images into it, and a leaf cannot be changed
-
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("inputs_embeds")
-        if given is not None:
-            gradient(_OF_INPUTS, given)
-        else:
-            handles.append(embeddings.register_forward_hook(lambda module, args, made: gradient(_OF_INPUTS, made)))
-
-    def after(module: Any, args: Any, made: Any) -> None:
-        hidden = made if isinstance(made, torch.Tensor) else made[0]
-        if not isinstance(hidden, torch.Tensor) or hidden.shape[:2] != tuple(shape):
-            return
-        seen["live"] = hidden
-        note(_STATES, hidden)
-        if hidden.requires_grad:
-            gradient(_OF_STATES, hidden)
-
-    def multiplied(module: Any, args: Any, made: torch.Tensor) -> None:
-        seen["dtype"] = made.dtype  # of a matrix product, as autocast and engines make it
-
-    def before_head(module: Any, args: tuple[Any, ...]) -> None:
-        if _STATES not in seen and args:  # of layers that hand on something else than hidden states
-            after(module, (), args[0])
-
-    embeddings = model.get_input_embeddings()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    first = next((module for module in decoder.modules() if isinstance(module, torch.nn.Linear)), None)
-    handles = [] if head is None else [head.register_forward_pre_hook(before_head)]
-    handles += [] if first is None else [first.register_forward_hook(multiplied)]
-    handles += [
-        embeddings.register_forward_hook(embedded),
-        decoder.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(after),
-    ]
-    try:
-        yield seen
-    finally:
-        seen.pop("live", None)
-        for handle in handles:
-            handle.remove()
-
-
-def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the rotary embeddings of the language model."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if "rotary" in type(module).__name__.lower() and not any(part in name for part in VISION_PARTS)
-    ]
-
-
-@contextmanager
-def _rotary_positions(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Collect the positions by which rotary embeddings of the language model turn queries and keys.
-
-    The inputs do not always have these positions: for un-packed batches, the model computes them itself.
-    """
-    seen: list[torch.Tensor] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        found = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-        if isinstance(found, torch.Tensor) and found.dim() > 1 and not found.is_floating_point():
-            seen.append(found.detach())
-
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rotary_modules(model)]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _axes(positions: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Return positions of (axes, batch, tokens), or of (batch, tokens), as the former."""
-    return (positions if positions.dim() == 3 else positions[None]).expand(-1, batch_size, -1)
-
-
-def _pulled(seen: Mapping[str, Any], batch: Collated, places: torch.Tensor) -> torch.Tensor:
+def _pulled(states: torch.Tensor | None, batch: Collated) -> torch.Tensor:
     """Return the scalar whose gradient is compared without a trainer: a weighted sum of the states before targets.
 
     Not a loss: if a model is sure of all its targets, or was ruined, the gradient of its loss is nothing but rounding
-    errors. The weights depend on the place of a token in its sample (`places`), so the sum of a pack is that of its
-    samples. Loss weights are included, and so are targets that wrongly stand in the padding.
+    errors. The weights depend on the target, so the sum of a pack is that of its samples. Loss weights are included,
+    and so are targets that wrongly stand in the padding.
     """
     assert batch.labels is not None
-    if "live" not in seen:
+    if states is None:
         raise CannotSee("the layers give no hidden states")
-    states = seen["live"]
-    counts = (batch.labels != NO_LABEL).to(states.device, torch.float32)
-    counts = counts if batch.weights is None else counts * batch.weights.to(states.device)
-    is_target = counts[:, 1:] != 0
+    labels = batch.labels.to(states.device)[:, 1:]
+    counts = (labels != NO_LABEL).float()
+    counts = counts if batch.weights is None else counts * batch.weights.to(states.device)[:, 1:]
     # Weights are random, because a sum with equal weights is the same if two tokens are exchanged.
     generator = torch.Generator().manual_seed(0)
-    pattern = torch.randn(_LONGEST_PATTERN, states.shape[-1], generator=generator).to(states.device)
-    places = places.to(states.device)[:, :-1][is_target] % _LONGEST_PATTERN
-    of_tokens = (states[:, :-1][is_target].float() * pattern[places]).sum(-1)
-    return (of_tokens * counts[:, 1:][is_target]).sum()
-
-
-def _places(shape: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
-    """Number the tokens of each sample from 0, in a tensor of this shape; tokens of no sample are 0."""
-    places = torch.zeros(tuple(shape), dtype=torch.long)
-    for slot in slots:
-        places[slot.row, slot.places] = torch.arange(slot.num_prefix + slot.length)
-    return places
+    weights = torch.randn(_NUM_WEIGHTS, states.shape[-1], generator=generator).to(states.device)
+    is_target = counts != 0
+    of_tokens = (states[:, :-1][is_target].float() * weights[labels[is_target] % _NUM_WEIGHTS]).sum(-1)
+    return (of_tokens * counts[is_target]).sum()
 
 
 def _slots(samples: Sequence[Encoded], mask: torch.Tensor | None, *, packed: bool) -> list[Slot]:

@@ -1,8 +1,8 @@
 """Compare the inputs of a packed sequence with the inputs of its samples: boundaries, targets, positions, media.
 
-Both proofs use these checks. Before training, a sequence of the proof is compared with each sample as the host collates
-it alone. On the first batch, the trainer's own sequence is compared with its samples encoded again. All values are
-whole numbers or copies, so they must be equal. Each function describes the first mistake in words, or returns None.
+Both proofs use one function. Before training, each sample is collated alone by the host. On the first batch, each is
+encoded again and collated as a pack of its own. All values are whole numbers or copies, so they must be equal. Each
+check describes the first mistake in words, or returns None.
 
 >>> wrong_boundaries({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, Boundaries((3, 4, 2)))
 'the boundary before sample 3 of the sequence is lost (wrong cu_seq_lens_q)'
@@ -11,8 +11,9 @@ whole numbers or copies, so they must be equal. Each function describes the firs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,14 +21,13 @@ from swift_vlpack.feed.sequence import packed_sequence
 from swift_vlpack.plan.boundaries import ROOT, Boundaries
 from swift_vlpack.proof.branches import marked, without_extras
 from swift_vlpack.proof.perturb import kinds_of_media
-from swift_vlpack.proof.runner import Ran, Slot, length_of, slots_in
+from swift_vlpack.proof.runner import Collated, Slot, length_of, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord
 
 ENDS = "cu_seq_lens_q"
 """The input in which transformers hands boundaries to attention."""
 _ENDS, _LONGEST = (ENDS, "cu_seq_lens_k"), ("max_length_q", "max_length_k")
-_OF_LOSS = ("labels", "loss_scale")
 NUMBERS_OF_SAMPLES = ("seq_idx", "segment_ids", "sequence_ids", "document_ids")
 """Inputs in which collators give each token the number of its sample."""
 WHERE_SAMPLES_START = (*_ENDS, *_LONGEST, *NUMBERS_OF_SAMPLES, "position_ids", "cache_position")
@@ -52,15 +52,12 @@ def wrong_boundaries(inputs: Mapping[str, Any], boundaries: Boundaries, *, is_wh
         if given.flatten().tolist() == ends:
             continue
         found = [end for end in dict.fromkeys(given.flatten().tolist()) if end <= ends[-1]]
-        if found == ends:
-            if is_whole:
-                return f"{name} goes beyond the samples: {given.tolist()}, and they end at {ends}"
-            continue
-        lost = ", ".join(str(at + 1) for at, end in enumerate(ends[:-1]) if end not in found)
-        if set(found) <= set(ends):
-            return f"the boundary before sample {lost or len(ends)} of the sequence is lost (wrong {name})"
-        place = f"where sample {lost} of the sequence starts"
-        return f"a boundary is shifted: {place}, {name} has another token (wrong {name})"
+        if found != ends:
+            lost = ", ".join(str(at + 1) for at, end in enumerate(ends[:-1]) if end not in found) or len(ends)
+            is_lost = "lost" if set(found) <= set(ends) else "shifted"
+            return f"the boundary before sample {lost} of the sequence is {is_lost} (wrong {name})"
+        if is_whole:
+            return f"{name} goes beyond the samples: {given.tolist()}, and they end at {ends}"
     return None
 
 
@@ -89,30 +86,31 @@ def wrong_fork(name: str, labels: torch.Tensor, num_prefix: int) -> str | None:
     return f"{name} has a target {place}, at its token {targets[0]}"
 
 
-def wrong_targets(  # noqa: PLR0913 - what a loss is made of, twice
-    name: str,
-    labels: torch.Tensor,
-    expected: torch.Tensor,
-    weights: torch.Tensor | None,
-    expected_weights: torch.Tensor | None,
-    *,
-    is_first: bool,
-    tolerance: float = 0.0,
-) -> str | None:
+def _wrong_targets(name: str, at: int, packed: Collated, alone: Collated, tolerance: float) -> str | None:
     """Compare labels and loss weights of a sample in a sequence with those that it has alone.
 
     The first token is skipped, because it is never a target; that the sample before does not learn it is checked.
     """
-    if not is_first and int(labels[0]) != NO_LABEL:
+    labels, expected = _cut(packed, at, packed.labels), _cut(alone, 0, alone.labels)
+    assert labels is not None
+    assert expected is not None
+    slot = packed.slots[at]
+    if wrong := wrong_fork(name, labels, slot.num_prefix):
+        return wrong
+    follows = any(one.row == slot.row and one.tokens.stop == slot.first for one in packed.slots)
+    if follows and int(labels[0]) != NO_LABEL:
         return f"the first token of {name} is a target of the sample before it: its label is not {NO_LABEL}"
-    labels, expected = labels.cpu(), expected.cpu()
     if (token := _first_difference(labels, expected, 0.0)) is not None:
         return f"labels of {name} in the sequence are not those that it has alone, from its token {token} on"
-    ones, is_target = torch.ones(len(labels)), labels != NO_LABEL
-    given, right = (ones if one is None else one.cpu().float() for one in (weights, expected_weights))
-    if (token := _first_difference(given * is_target, right * is_target, tolerance)) is not None:
+    given, right = _cut(packed, at, packed.weights), _cut(alone, 0, alone.weights)
+    given, right = ((labels != NO_LABEL) * (1.0 if one is None else one.float()) for one in (given, right))
+    if (token := _first_difference(given, right, tolerance)) is not None:
         return f"loss weights of {name} in the sequence are not those that it has alone, from its token {token} on"
     return None
+
+
+def _cut(batch: Collated, at: int, per_token: torch.Tensor | None) -> torch.Tensor | None:
+    return None if per_token is None else batch.slots[at].of(per_token).cpu()
 
 
 def _first_difference(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> int | None:
@@ -146,72 +144,39 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return is_close and torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance)
 
 
-# -- before training: a sequence and its samples alone ----------------------------------------------------------------
+def wrong_inputs(
+    samples: Sequence[Encoded], packed: Collated, alone: Sequence[Collated | None], *, tolerance: float = 0.0
+) -> str | None:
+    """Compare the inputs of a sequence with those of its samples alone; None for a sample that is not known alone.
 
-
-class WrongInputs(NamedTuple):
-    """A mistake in the inputs of a sequence, and its cause."""
-
-    said: str
-    cause: str
-
-
-def wrong_inputs(samples: Sequence[Encoded], packed: Ran, alone: Sequence[Ran | None]) -> WrongInputs | None:
-    """Compare the inputs of a sequence with those of its samples alone; None for a sample that was not run."""
-    pairs = [(sample, at, packed, ran) for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)) if ran]
-    if targets := next(filter(None, (_wrong_targets_of(*pair) for pair in pairs)), None):
-        return WrongInputs(targets, "labels or loss weights of the sequence are not those of its samples")
+    `tolerance` is for media and loss weights that were made again.
+    """
+    numbered = enumerate(zip(samples, alone, strict=True))
+    pairs = [(name_of(sample, at), at, packed, one) for at, (sample, one) in numbered if one is not None]
     boundaries = boundaries_in(packed.slots)
-    tokens = wrong_boundaries(packed.inputs, boundaries) if boundaries and samples else None
-    tokens = tokens or next(filter(None, (wrong_positions(*pair) or wrong_tokens(*pair) for pair in pairs)), None)
-    if tokens:
-        return WrongInputs("compared as whole numbers, which no rounding moves", tokens)
-    if None in alone:
-        return None
-    inputs = [{} if is_further_branch(packed.slots, at) else ran.inputs for _, at, _, ran in pairs]
+    wrong = next(filter(None, (_wrong_targets(*pair, tolerance) for pair in pairs)), None)
+    wrong = wrong or (wrong_boundaries(packed.inputs, boundaries) if boundaries and samples else None)
+    wrong = wrong or next(filter(None, (wrong_positions(*pair) or wrong_tokens(*pair) for pair in pairs)), None)
+    if wrong is None and any(map(kinds_of_media, samples)) and not kinds_of_media(dict(packed.inputs)):
+        wrong = "media do not reach the model: the collator drops them"
+    if wrong or None in alone:
+        return wrong
+    inputs = [{} if is_further_branch(packed.slots, at) else one.inputs for _, at, _, one in pairs]
     # In the order of the batch, which may be another than that of the samples.
     in_batch = [inputs[at] for at in sorted(range(len(inputs)), key=lambda at: packed.slots[at])]
-    if (name := wrong_media(packed.inputs, in_batch)) is not None:
-        return WrongInputs(
-            f"{name} of a sequence is not that of its samples, one after the other",
-            "media are in the wrong order: images, videos or sounds of the sequence, or their grids, are exchanged",
-        )
-    return None
+    name = wrong_media(packed.inputs, in_batch, tolerance=tolerance)
+    return name and f"{name} of the sequence are not those of its samples, one after the other: media are exchanged"
 
 
-def drops_media(samples: Sequence[Encoded], inputs: Mapping[str, Any]) -> bool:
-    """Tell whether samples have images, videos or sounds, and their batch has none."""
-    return any(map(kinds_of_media, samples)) and not kinds_of_media(dict(inputs))
-
-
-def _wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
-    """Compare labels and loss weights of a sample with those of the host's un-packed batch."""
-    labels, expected = _cut(packed, at, packed.labels), _cut(alone, 0, alone.labels)
-    assert labels is not None
-    assert expected is not None
-    weights = _cut(packed, at, packed.weights), _cut(alone, 0, alone.weights)
-    slot, name = packed.slots[at], name_of(sample, at)
-    is_first = not any(one.row == slot.row and one.tokens.stop == slot.first for one in packed.slots)
-    wrong = wrong_fork(name, labels, slot.num_prefix)
-    return wrong or wrong_targets(name, labels, expected, *weights, is_first=is_first)
-
-
-def _cut(ran: Ran, at: int, per_token: torch.Tensor | None) -> torch.Tensor | None:
-    return None if per_token is None else ran.slots[at].of(per_token)
-
-
-def wrong_positions(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
+def wrong_positions(name: str, at: int, packed: Collated, alone: Collated) -> str | None:
     """Compare the positions of a sample with its positions alone.
 
     They must be equal up to one constant for all tokens and axes, because rotary embeddings see only differences of
     positions.
     """
-    if packed.positions is None or alone.positions is None:
+    here, there = _positions_of(packed, at), _positions_of(alone, 0)
+    if here is None or there is None:
         return None
-    here, there = (
-        positions[:, slot.row, slot.places].long().cpu()
-        for positions, slot in ((packed.positions, packed.slots[at]), (alone.positions, alone.slots[0]))
-    )
     axes = max(len(here), len(there))
     moved = here.expand(axes, -1) - there.expand(axes, -1)
     wrong = torch.nonzero(moved != moved[0, 0])
@@ -220,10 +185,23 @@ def wrong_positions(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | 
     token = int(wrong[:, 1].min())
     axis = int(wrong[wrong[:, 1] == token][0, 0])
     named = f" ({_AXES[axis]})" if axes == len(_AXES) else ""
-    place = f"from its token {token} on{named}"
-    said = f"positions of {name_of(sample, at)} in the sequence are not those that it has alone, {place}"
-    is_of_text = bool((here == here[:1]).all()) and not bool((there == there[:1]).all())
-    return f"{said}{_why_of_text(packed.inputs)}" if is_of_text else said
+    said = f"positions of {name} in the sequence are not those that it has alone, from its token {token} on{named}"
+    if not bool((here == here[:1]).all()) or bool((there == there[:1]).all()):
+        return said
+    given = packed.inputs.get("position_ids")
+    why = "; without position_ids the model makes others only of mm_token_type_ids and grids" if given is None else ""
+    if given is not None and given.dim() == 2:
+        why = ", because position_ids of the batch are 2-D; the model's get_rope_index makes those of a sample"
+    return f"{said}: they are positions of text, the same on all three axes{why}"
+
+
+def _positions_of(batch: Collated, at: int) -> torch.Tensor | None:
+    """Return the positions of a sample: of the rotary embedding in a forward, else those of the inputs."""
+    found = batch.inputs.get("position_ids") if batch.positions is None else batch.positions
+    if found is None:
+        return None
+    slot = batch.slots[at]
+    return found.reshape(-1, *batch.inputs["input_ids"].shape)[:, slot.row, slot.places].long().cpu()
 
 
 def _why_of_text(inputs: Mapping[str, Any]) -> str:
@@ -237,44 +215,34 @@ def _why_of_text(inputs: Mapping[str, Any]) -> str:
     return f": {has}"
 
 
-def wrong_tokens(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
+def wrong_tokens(name: str, at: int, packed: Collated, alone: Collated) -> str | None:
     """Compare all other inputs that have a whole number for each token, such as kinds of tokens."""
-    for name in packed.inputs:
-        joined, own = _of_tokens(packed, at, name), _of_tokens(alone, 0, name)
-        if name in _OF_THE_BATCH or joined is None or own is None:
+    for field in packed.inputs:
+        joined, own = _of_tokens(packed, at, field), _of_tokens(alone, 0, field)
+        if field in _OF_THE_BATCH or joined is None or own is None:
             continue
-        if len(own) == length_of(sample) and not torch.equal(joined, own):
-            return f"{name} of {name_of(sample, at)} in the sequence are not those that it has alone"
+        if not torch.equal(joined, own):
+            return f"{field} of {name} in the sequence are not those that it has alone"
     return None
 
 
-def _of_tokens(ran: Ran, at: int, name: str) -> torch.Tensor | None:
+def _of_tokens(batch: Collated, at: int, field: str) -> torch.Tensor | None:
     """Return the part of an input that belongs to one sample; None if it has no whole number for each token."""
-    value: Any = ran.inputs.get(name)
+    value: Any = batch.inputs.get(field)
     is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
-    return ran.slots[at].of(value).cpu() if is_whole and value.shape == ran.inputs["input_ids"].shape else None
+    return batch.slots[at].of(value).cpu() if is_whole and value.shape == batch.inputs["input_ids"].shape else None
 
 
 def boundaries_in(slots: Sequence[Slot]) -> Boundaries | None:
-    """Return the boundaries of samples that lie end to end in one row, in their order; None if they lie otherwise."""
-    lengths: list[int] = []
-    parents: list[int] = []
-    prefixes: dict[int, int] = {}  # by its first token, the number of its segment
-    end = 0
-    for slot in slots:
-        if slot.row:
-            return None
-        if slot.num_prefix and slot.prefix_start == end:
-            prefixes[end] = len(lengths)
-            lengths.append(slot.num_prefix)
-            parents.append(ROOT)
-            end += slot.num_prefix
-        if slot.start != end or (slot.num_prefix and slot.prefix_start not in prefixes):
-            return None
-        lengths.append(slot.length)
-        parents.append(prefixes[slot.prefix_start] if slot.num_prefix else ROOT)
-        end += slot.length
-    return Boundaries(tuple(lengths), tuple(parents) if prefixes else ())
+    """Return the boundaries of samples that lie end to end in one row; None if they lie otherwise."""
+    own = {(slot.start, slot.tokens.stop): (slot.prefix_start, slot.prefix.stop) for slot in slots}
+    prefix_of = {span: prefix for span, prefix in own.items() if prefix[1] > prefix[0]}
+    segments = sorted({*own, *prefix_of.values()})
+    starts = [start for start, _ in segments]
+    if any(slot.row for slot in slots) or starts != [0, *(stop for _, stop in segments)][: len(segments)]:
+        return None
+    parents = tuple(segments.index(prefix_of[one]) if one in prefix_of else ROOT for one in segments)
+    return Boundaries(tuple(stop - start for start, stop in segments), parents if prefix_of else ())
 
 
 def is_further_branch(slots: Sequence[Slot], at: int) -> bool:
@@ -301,38 +269,31 @@ def wrong_in_first_batch(
     sequence = _on_cpu(batch)
     if wrong := _wrong_shape(sequence, record):
         return wrong
-    slots, num_tokens = slots_in(record.boundaries), sum(record.lengths_in_sequence)
-    media: list[dict[str, Any]] = []
-    samples = marked(samples, record.shared)
-    for at, (key, sample, slot) in enumerate(zip(record.sample_ids, samples, slots, strict=True)):
-        alone = packed_sequence(template, [without_extras(sample)])
-        if not set(alone) <= set(sequence):
-            return f"the batch has no {', '.join(sorted(set(alone) - set(sequence)))}"
-        if slot.num_prefix + slot.length != length_of(sample):
-            return f"{key} has {slot.num_prefix + slot.length} tokens, and {length_of(sample)} when it is encoded anew"
-        labels, weights = slot.of(sequence["labels"]), _weights_of(sequence, slot)
-        if wrong := wrong_fork(str(key), labels, slot.num_prefix):
-            return wrong
-        own = torch.as_tensor(sample["labels"])
-        own_weights = None if sample.get("loss_scale") is None else torch.as_tensor(sample["loss_scale"])
-        if weighs_samples:
-            weights = _rescaled(weights, own_weights, labels)
-        if wrong := wrong_targets(str(key), labels, own, weights, own_weights, is_first=not at, tolerance=_LAST_BITS):
-            return wrong
-        media.append({})
-        for name, value in alone.items():
-            if not isinstance(value, torch.Tensor) or name in (*_ENDS, *_LONGEST, *_OF_LOSS):
-                continue
-            whole = sequence[name]
-            if whole.dim() and whole.shape[-1] == num_tokens and value.shape[-1] == length_of(sample):
-                if not torch.equal(whole[..., slot.places], value):
-                    return f"{name} of {key} are not those that it has when it is encoded anew"
-            else:
-                media[-1][name] = value
-        if is_further_branch(slots, at):
-            media[-1] = {}  # those of its prefix
-    wrong = wrong_media(sequence, media, tolerance=_LAST_BITS)
-    return None if wrong is None else f"{wrong} are not those of the samples, one after the other"
+    packed = replace(Collated.of(sequence), slots=slots_in(record.boundaries))
+    alone = []
+    for sample, slot in zip(samples, packed.slots, strict=True):
+        made, length = packed_sequence(template, [without_extras(sample)]), length_of(sample)
+        if missing := sorted(set(made) - set(sequence)):
+            return f"the batch has no {', '.join(missing)}"
+        if slot.num_prefix + slot.length != length:
+            return f"{sample['sample_id']} has {slot.num_prefix + slot.length} tokens, and {length} when encoded anew"
+        alone.append(replace(Collated.of(made), slots=[Slot(0, 0, length)]))
+    if weighs_samples:
+        packed = replace(packed, weights=_rescaled(packed, alone))
+    return wrong_inputs(marked(samples, record.shared), packed, alone, tolerance=_LAST_BITS)
+
+
+def _rescaled(packed: Collated, alone: Sequence[Collated]) -> torch.Tensor:
+    """Scale the weights of each sample's targets so that their largest is that of the sample's own weights."""
+    assert packed.labels is not None
+    weights = torch.ones(packed.labels.shape) if packed.weights is None else packed.weights.float().clone()
+    for slot, one in zip(packed.slots, alone, strict=True):
+        is_target = slot.of(packed.labels)[1:] != NO_LABEL
+        own = (torch.ones(len(is_target) + 1) if one.weights is None else one.weights[0].float())[1:][is_target]
+        if own.any():
+            given = slot.of(weights)[1:][is_target]
+            weights[slot.row, slot.tokens] *= own.abs().max() / given.abs().max().clamp_min(1e-30)
+    return weights
 
 
 def wrong_without_samples(batch: Mapping[str, Any], record: PackRecord) -> str | None:
@@ -363,17 +324,3 @@ def _wrong_shape(sequence: Mapping[str, Any], record: PackRecord) -> str | None:
     longest = max((*record.lengths, *padding), default=0) if record.shared else max(lengths)
     name = next((name for name in _LONGEST if name in sequence and int(sequence[name]) != longest), None)
     return f"{name} of the batch is {int(sequence[name])}, and its longest sample has {longest}" if name else None
-
-
-def _weights_of(sequence: Mapping[str, Any], slot: Slot) -> torch.Tensor | None:
-    weights = sequence.get("loss_scale")
-    return None if weights is None else slot.of(weights)
-
-
-def _rescaled(given: torch.Tensor | None, own: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """Scale the weights of a sample's targets so that their largest is that of the sample's own weights."""
-    is_target = labels[1:] != NO_LABEL
-    weights, right = (torch.ones(len(labels)) if one is None else one.float() for one in (given, own))
-    if not right[1:][is_target].any():
-        return weights
-    return weights * (right[1:][is_target].abs().max() / weights[1:][is_target].abs().max().clamp_min(1e-30))

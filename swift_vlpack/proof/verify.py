@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,6 @@ from swift_vlpack.rows.samples import Encoded
 
 NUM_SAMPLES = 16
 """Most samples, or rows of documents, that are read. All are compared in one batch, a few short samples in detail."""
-NUM_ROWS = 4
-"""Most rows of documents that are compared whole."""
 
 Sample = Mapping[str, Any]
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -69,44 +67,30 @@ def verify(
     inner = unwrapped(model)
     if not hasattr(inner, "config"):
         raise DataError(f"{type(inner).__name__} has no config; give verify a model of transformers")
+    sequences: list[list[Sample]] = [list(islice(samples, NUM_SAMPLES))]
     batches = CollatorBatches(collator, inner)
-    sequences = [[batches.sample(row, name) for row, name in sequence] for sequence in _sequences(samples) if sequence]
-    sequences = [batches.marked(sequence) for sequence in sequences]
+    if any(row.get(_STARTS) is not None for row in sequences[0]):
+        sequences = [documents_of(row, number) for number, row in enumerate(sequences[0], start=1)]
+        batches.collator = lambda documents: collator([joined(documents)])
+    encoded = [batches.marked([batches.sample(row, at) for at, row in enumerate(rows)]) for rows in sequences if rows]
     runner = Runner(inner, batches, _is_ordinary(inner, collator), forward_context, has_own_collator=True)
     usable = [
-        sample for sequence in sequences for sample in sequence
-        if num_supervised(sample) and can_be_replaced(sample, runner.is_ordinary)
-    ]  # fmt: skip
+        one for rows in encoded for one in rows if num_supervised(one) and can_be_replaced(one, runner.is_ordinary)
+    ]
     if not usable:
         raise DataError("verify found no sample with a target and two different tokens of text; give it others")
-    few = _few(usable)
-    proof = run_proof(runner, few if len(few) > 1 else few * 2, sequences, what="the whole batch")
+    of_kinds = short_of_each_kind(usable)
+    shortest = {id(one): one for one in [*of_kinds, *sorted(usable, key=length_of)]}
+    chosen = list(shortest)[: max(FEWEST, len(of_kinds))]
+    few = [one for one in usable if id(one) in chosen]
+    proof = run_proof(runner, few if len(few) > 1 else few * 2, encoded, what="the whole batch")
     return proof.line(attention.name_of(inner.config))
-
-
-def _sequences(samples: Iterable[Sample]) -> list[list[tuple[Sample, str]]]:
-    """Return the batches to compare: one with all samples; or, for rows of documents, one for each row."""
-    rows = list(islice(samples, NUM_SAMPLES))
-    if any(row.get(_STARTS) is not None for row in rows):
-        return [
-            [(document, f"document {at} of row {number}") for at, document in enumerate(documents_of(row), start=1)]
-            for number, row in enumerate(rows, start=1)
-        ]
-    return [[(row, str(row.get("sample_id", f"sample {number}"))) for number, row in enumerate(rows, start=1)]]
-
-
-def _few(samples: Sequence[Encoded]) -> list[Encoded]:
-    """Choose the shortest samples of each kind of media, and other short samples. Keeps the order that was given."""
-    of_kinds = short_of_each_kind(samples)
-    chosen = {id(one): one for one in [*of_kinds, *sorted(samples, key=length_of)]}
-    kept = set(list(chosen)[: max(FEWEST, len(of_kinds))])
-    return [one for one in samples if id(one) in kept]
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)  # no tuple: media are looked for in tuples
 class Given:
     """A sample as the caller gave it, and its tokens in a batch of this sample alone."""
 
@@ -129,14 +113,12 @@ class CollatorBatches:
         self.parts = list(model.modules())
         self.media_tokens = _tokens_of(configs_of(model), _MEDIA)
 
-    def sample(self, row: Sample, name: str) -> Encoded:
+    def sample(self, row: Sample, at: int) -> Encoded:
         """Collate a sample alone, and return it with its tokens and labels as the proof handles them."""
-        made = self._collated([row])
-        if len(made["input_ids"]) != 1:
-            raise DataError(f"the collator made {len(made['input_ids'])} rows of {name} alone; give one sample as one")
-        slot = _own_slot(made, row)
-        if not slot.length:
-            raise DataError(f"{name} has no token")
+        made, name = self._collated([row]), name_of({**row}, at)
+        slot, num_rows = _own_slot(made, row), len(made["input_ids"])
+        if num_rows != 1 or not slot.length:
+            raise DataError(f"the collator made {num_rows} rows of {slot.length} tokens of {name} alone; give it one")
         tokens, labels = (slot.of(made[field]).tolist() for field in ("input_ids", "labels"))
         given = Given(row, tokens, slot, made)
         return {**row, "input_ids": tokens, "labels": labels, "length": len(tokens), "sample_id": name, _GIVEN: given}
@@ -144,44 +126,41 @@ class CollatorBatches:
     def marked(self, samples: Sequence[Encoded]) -> list[Encoded]:
         """Mark the samples that share their first tokens in the collator's batch, as in a tree of prefixes."""
         try:
-            slots = slots_of(samples, self._collated([_as_given(sample) for sample in samples])["input_ids"])
+            slots = slots_of(samples, self._collated(list(map(_as_given, samples)))["input_ids"])
         except BoundaryError:  # the proof says it
             return list(samples)
-        marks: dict[tuple[int, int], Prefix] = {}
-        for slot in slots:
-            if slot.num_prefix:
-                marks.setdefault((slot.row, slot.prefix_start), Prefix(slot.num_prefix))
+        marks = {(slot.row, slot.prefix_start): Prefix(slot.num_prefix) for slot in slots if slot.num_prefix}
         found = [marks.get((slot.row, slot.first)) for slot in slots]
-        return [
-            sample if mark is None else {**sample, PREFIX: mark} for sample, mark in zip(samples, found, strict=True)
-        ]
+        return [{**one, PREFIX: mark} if mark else one for one, mark in zip(samples, found, strict=True)]
 
     @contextmanager
     def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
-        """Yield the batch of all samples; or of one sample alone, without boundaries and positions of a pack."""
+        """Yield the batch of all samples; or of one sample alone, without padding, boundaries and positions."""
         if packed:
-            yield self._together(samples)
-        elif len(samples) == 1:
-            yield self._alone(samples[0])
+            made = self._collated(list(map(_as_given, samples)))
+            slots = slots_of(samples, made["input_ids"])
         else:
-            raise RuntimeError("there is no other batch of several samples than the collator's own")
-
-    def _together(self, samples: Sequence[Encoded]) -> Collated:
-        made = self._collated([_as_given(sample) for sample in samples])
-        slots = slots_of(samples, made["input_ids"])
-        return _with_tokens(made, slots, samples)
-
-    def _alone(self, sample: Encoded) -> Collated:
-        """Collate one sample without padding, boundaries and positions, which the model makes by itself."""
-        made, slot = self._without_padding(sample[_GIVEN].made, sample[_GIVEN].slot)
-        made = {name: value for name, value in made.items() if name not in WHERE_SAMPLES_START}
-        return _with_tokens(self._with_positions(self._with_types(made)), [slot], [sample])
+            (sample,) = samples
+            made, slot = self._without_padding(sample[_GIVEN].made, sample[_GIVEN].slot)
+            made = self._with_positions({name: one for name, one in made.items() if name not in WHERE_SAMPLES_START})
+            slots = [slot]
+        tokens = made["input_ids"].clone()
+        for slot, sample in zip(slots, samples, strict=True):
+            tokens[slot.row, slot.places] = torch.tensor(sample["input_ids"], dtype=tokens.dtype)
+        yield replace(Collated.of({**made, "input_ids": tokens}), slots=slots)
 
     def _with_positions(self, made: dict[str, Any]) -> dict[str, Any]:
-        """Add the positions that the model makes of tokens and grids, because a hook may hand it only embeddings."""
+        """Add the types of tokens, and the positions that the model makes of these and of grids.
+
+        A hook may hand the model only embeddings, of which it can make no positions.
+        """
         make = next((part.get_rope_index for part in self.parts if hasattr(part, "get_rope_index")), None)
         if make is None or not any(name.endswith("_grid_thw") for name in made):
             return made
+        if _TYPES not in made:
+            made = {**made, _TYPES: torch.zeros_like(made["input_ids"])}
+            for name, number in _OF_MEDIA:
+                made[_TYPES][made["input_ids"] == getattr(self.config, name, -1)] = number
         known = inspect.signature(make).parameters
         positions, _ = make(**{name: value for name, value in made.items() if name in known})
         return {**made, "position_ids": positions}
@@ -203,19 +182,9 @@ class CollatorBatches:
         }
         return cut, Slot(0, 0, slot.length)
 
-    def _with_types(self, made: dict[str, Any]) -> dict[str, Any]:
-        """Add the types of tokens (text, image, video) if the collator does not: models compute positions from them."""
-        if _TYPES in made or not any(name.endswith("_grid_thw") for name in made):
-            return made
-        types = torch.zeros_like(made["input_ids"])
-        for name, number in _OF_MEDIA:
-            types[made["input_ids"] == getattr(self.config, name, -1)] = number
-        return {**made, _TYPES: types}
-
     def _collated(self, rows: Sequence[Sample]) -> dict[str, Any]:
         """Call the collator on copies of the samples, because it may take fields out."""
-        copies = [dict(row) for row in rows]
-        made = _tensors(self.collator([joined(copies)] if _STARTS in copies[0] else copies))
+        made = _tensors(self.collator([dict(row) for row in rows]))
         tokens, labels = made.get("input_ids"), made.get("labels")
         if tokens is None or tokens.dim() != 2:
             raise DataError("the collator made no input_ids of (rows, tokens), so nothing can be compared")
@@ -236,14 +205,14 @@ def slots_of(samples: Sequence[Encoded], rows: torch.Tensor) -> list[Slot]:
     taken: list[Slot] = []
     for at, sample in enumerate(samples):
         tokens = np.array(sample[_GIVEN].tokens)
-        found = _found_after(lines, tokens, taken)
+        found = _found(lines, tokens, taken)
         if found is None and taken:
             before = np.array(samples[at - 1][_GIVEN].tokens)
             shorter = min(len(before), len(tokens) - 1)
             differ = np.flatnonzero(before[:shorter] != tokens[:shorter])
             num_prefix = int(differ[0]) if len(differ) else shorter
             # The first tokens of a branch of a branch lie where those of the first branch do.
-            own, first = _found_after(lines, tokens[num_prefix:], taken), taken[-1].first
+            own, first = _found(lines, tokens[num_prefix:], taken), taken[-1].first
             found = (own and num_prefix and own._replace(prefix_start=first, num_prefix=num_prefix)) or None
         if found is None:
             raise BoundaryError(
@@ -254,22 +223,15 @@ def slots_of(samples: Sequence[Encoded], rows: torch.Tensor) -> list[Slot]:
     return taken
 
 
-def _found_after(lines: Sequence[Tokens], tokens: Tokens, taken: Sequence[Slot]) -> Slot | None:
+def _found(lines: Sequence[Tokens], tokens: Tokens, taken: Sequence[Slot]) -> Slot | None:
+    """Return the first place of these tokens that no other sample has taken, after the last of these or before it."""
     last = taken[-1] if taken else Slot(0, 0, 0)
-    return _found(lines, tokens, taken, last.row, last.tokens.stop) or _found(lines, tokens, taken, 0, 0)
-
-
-def _found(lines: Sequence[Tokens], tokens: Tokens, taken: Sequence[Slot], row: int, start: int) -> Slot | None:
-    """Return the first place of these tokens that no other sample has taken, from a token of a row on."""
-    for number in range(row, len(lines)):
-        first = start if number == row else 0
-        for at in (np.flatnonzero(lines[number][first:] == tokens[0]) + first).tolist():
-            slot = Slot(number, at, len(tokens))
-            is_free = not any(
-                one.row == number and one.start < slot.tokens.stop and at < one.tokens.stop for one in taken
-            )
-            if is_free and np.array_equal(lines[number][slot.tokens], tokens):
-                return slot
+    places = [(row, at) for row, line in enumerate(lines) for at in np.flatnonzero(line == tokens[0]).tolist()]
+    for row, at in sorted(places, key=lambda place: place < (last.row, last.tokens.stop)):
+        slot = Slot(row, at, len(tokens))
+        is_free = not any(one.row == row and one.start < slot.tokens.stop and at < one.tokens.stop for one in taken)
+        if is_free and np.array_equal(lines[row][slot.tokens], tokens):
+            return slot
     return None
 
 
@@ -285,7 +247,7 @@ def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
     start += start > 0
     targets = torch.nonzero(made["labels"][0] != NO_LABEL).flatten()
     if own is not None and len(own := np.asarray(own).reshape(-1)):
-        found = _found([tokens[0].numpy()], own, (), 0, 0)
+        found = _found([tokens[0].numpy()], own, ())
         start, stop = (min(start, found.start), found.tokens.stop) if found else (0, len(line))
     stop = max(stop, int(targets[-1]) + 1 if len(targets) else 0)
     return Slot(0, start, stop - start)
@@ -294,14 +256,6 @@ def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
 def _without_tail(tokens: Sequence[int]) -> int:
     """Return the number of tokens if a run of equal tokens at the end counts as one, because the rest is padding."""
     return next((at + 2 for at in range(len(tokens) - 2, -1, -1) if tokens[at] != tokens[-1]), len(tokens))
-
-
-def _with_tokens(made: Mapping[str, Any], slots: Sequence[Slot], samples: Sequence[Encoded]) -> Collated:
-    """Put the tokens of the samples at their places in the batch."""
-    tokens = made["input_ids"].clone()
-    for slot, sample in zip(slots, samples, strict=True):
-        tokens[slot.row, slot.places] = torch.tensor(sample["input_ids"], dtype=tokens.dtype)
-    return replace(Collated.of({**made, "input_ids": tokens}), slots=slots)
 
 
 def _as_given(sample: Encoded) -> Sample:
@@ -340,24 +294,17 @@ def _tokens_of(configs: Iterable[Any], names: re.Pattern[str]) -> set[Any]:
 # -- rows of documents ------------------------------------------------------------------------------------------------
 
 
-def documents_of(row: Sample) -> list[Sample]:
+def documents_of(row: Sample, number: int) -> list[Sample]:
     """Split a row into its documents, each a row of its own."""
-    tokens = _numbers(row["input_ids"])
-    labels = _numbers(row["labels"]) if row.get("labels") is not None else tokens
-    starts = _numbers(row[_STARTS]) if row.get(_STARTS) is not None else [0]
+    labels = row["input_ids"] if row.get("labels") is None else row["labels"]
+    parts = (np.split(np.asarray(one), np.asarray(row.get(_STARTS, [0]))[1:]) for one in (row["input_ids"], labels))
     return [
-        {"input_ids": tokens[start:end], "labels": labels[start:end], _STARTS: [0]}
-        for start, end in pairwise([*starts, len(tokens)])
+        {"input_ids": ids.tolist(), "labels": own.tolist(), "sample_id": f"document {at} of row {number}"}
+        for at, (ids, own) in enumerate(zip(*parts, strict=True), start=1)
     ]
 
 
 def joined(documents: Sequence[Sample]) -> Sample:
     """Join documents to one row."""
     starts = np.cumsum([0, *(len(one["input_ids"]) for one in documents[:-1])]).tolist()
-    fields = {name: [number for one in documents for number in one[name]] for name in ("input_ids", "labels")}
-    return {**fields, _STARTS: starts}
-
-
-def _numbers(values: Any) -> list[int]:
-    numbers: list[int] = values.tolist() if hasattr(values, "tolist") else list(values)
-    return numbers
+    return {_STARTS: starts, **{name: [n for one in documents for n in one[name]] for name in ("input_ids", "labels")}}

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from swift.trainers.mixin import SwiftMixin
 
 from swift_vlpack.errors import ConfigError, IsolationError
 from swift_vlpack.host.losses import LossNotAdditive
@@ -148,6 +149,20 @@ def test_boundaries_that_the_trainer_loses_are_not_the_fault_of_the_loss(step, m
     monkeypatch.setattr(PackingTrainer, "compute_loss", losing)
     with pytest.raises(IsolationError, match=r"on the way that training takes, samples of a sequence see each other"):
         step(packed=True)
+
+
+def test_logits_that_are_kept_one_late_are_named(step, monkeypatch):
+    """LOSS-3: with all logits the loss is right, so it is not the loss that cannot be used."""
+    right = SwiftMixin.prepare_logits_to_keep
+
+    def one_late(self, inputs):
+        right(self, inputs)
+        if isinstance(inputs.get("logits_to_keep"), torch.Tensor):
+            inputs["logits_to_keep"] = inputs["logits_to_keep"].roll(1, dims=-1)
+
+    monkeypatch.setattr(SwiftMixin, "prepare_logits_to_keep", one_late)
+    with pytest.raises(IsolationError, match=r"where only the logits of targets are computed \(logits_to_keep\)"):
+        step(packed=True, use_logits_to_keep="true")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The proof on models and collators of anybody: right ones pass, and what is wrong with others is said of them."""
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -102,7 +103,7 @@ NOT_APART = {
     "nothing tells": ([c.without("position_ids"), c.with_types], "nothing in the batch tells where samples start"),
     "positions run on": ([c.running_positions], "positions run over the whole row and begin again at no sample"),
     "index mask": ([c.running_positions, c.index_mask], "numbers the samples, and attention sdpa reads it as a mask"),
-    "mask beside positions": ([c.ones], "looks at them only where there is no attention_mask"),
+    "mask beside positions": ([c.ones], "it does so only where there is no attention_mask"),
     "one boundary lost": ([c.lost_at_the_third], "positions begin again at some samples only"),
     "leaking mask": ([c.leaking_mask], "mask lets tokens of sample 3 of the sequence see sample 2"),
     "boundaries not read": (
@@ -154,7 +155,10 @@ def test_flat_positions_of_texts_are_named_where_the_model_finds_no_samples_by_t
     """REF-4: Qwen3-VL reads 2-D positions, the others do not, and the loss looks normal on all."""
     of_family = model(family)
     texts = [sample for sample in c.samples_of(of_family) if "pixel_values" not in sample]
-    assert "position_ids are 2-D, and this model" in failing(of_family, c.Flat(of_family, c.flat_positions), texts)[1]
+    assert (
+        "they are 2-D, and it takes the first of four axes"
+        in failing(of_family, c.Flat(of_family, c.flat_positions), texts)[1]
+    )
     assert_isolated(model("qwen3_vl"), c.Flat(model("qwen3_vl"), c.flat_positions), texts)
 
 
@@ -172,11 +176,9 @@ def test_positions_that_nobody_can_make_are_named(model):
 def test_labels_over_a_boundary_are_named(model, family):
     """REF-3"""
     of_family = model(family)
-    said, cause = failing(of_family, c.Flat(of_family, c.all_labels))
-    assert "labels or loss weights of the sequence" in cause
-    assert "the first token of sample 2 is a target of the sample before it" in said
-    said, cause = failing(of_family, c.Flat(of_family, c.shifted_labels))
-    assert "labels or loss weights of the sequence" in cause
+    cause = failing(of_family, c.Flat(of_family, c.all_labels))[1]
+    assert "the first token of sample 2 is a target of the sample before it" in cause
+    assert "labels of sample" in failing(of_family, c.Flat(of_family, c.shifted_labels))[1]
 
 
 @pytest.mark.parametrize("family", mostly_slow(WITH_IMAGES))
@@ -184,9 +186,9 @@ def test_exchanged_images_are_named(model, family):
     """REF-3: also if they are of one size."""
     of_family = model(family)
     collator = c.Flat(of_family, c.exchanged_images)
-    assert "media are in the wrong order" in failing(of_family, collator)[1]
+    assert "media are exchanged" in failing(of_family, collator)[1]
     image, text, other, *_ = c.samples_of(of_family)
-    assert "media are in the wrong order" in failing(of_family, collator, [image, text, other])[1]
+    assert "media are exchanged" in failing(of_family, collator, [image, text, other])[1]
 
 
 @pytest.mark.parametrize("family", mostly_slow(WITH_IMAGES))
@@ -201,7 +203,7 @@ def test_boundaries_that_are_shifted_are_named(model):
     """REF-3"""
     of_family = model(c.TEXT, attention.NAME)
     cause = failing(of_family, c.Flat(of_family, c.shifted_boundaries))[1]
-    assert cause.startswith("a boundary is shifted: where sample 2, 3, 4 of the sequence starts")
+    assert cause.startswith("the boundary before sample 2, 3, 4 of the sequence is shifted")
 
 
 def test_tokens_that_are_cut_are_named(model):
@@ -236,7 +238,7 @@ def test_what_a_model_asks_of_its_mask_is_named():
     of_family, texts = gemma(), [c.text_sample(length, length) for length in (13, 9, 21, 17)]
     assert_isolated(of_family, c.Flat(of_family), texts)
     cause = failing(of_family, c.Flat(of_family, c.added_mask), texts)[1]
-    assert "samples differ from token 5 on" in cause or "its window is 6 tokens" in cause
+    assert re.search("samples differ from token [56] on", cause)
 
 
 def test_positions_that_are_embedded_are_named():
@@ -300,7 +302,7 @@ def test_samples_may_have_pictures_that_the_collator_decodes(model, is_exchanged
     )
     samples = [with_pictures(image, (200, 10, 40)), text, with_pictures(other, (3, 90, 250))]
     if is_exchanged:
-        assert "media are in the wrong order" in failing(of_family, collate, samples)[1]
+        assert "media are exchanged" in failing(of_family, collate, samples)[1]
     else:
         assert_isolated(of_family, collate, samples)
 
@@ -330,7 +332,7 @@ def encoded(processor, row):
     [
         ([], None),
         ([c.running_positions], "run over the whole row"),
-        ([c.exchanged_images], "media are in the wrong order"),
+        ([c.exchanged_images], "media are exchanged"),
     ],
 )
 def test_samples_may_be_messages_with_pictures_that_a_processor_encodes(model, changes, wanted):
@@ -416,7 +418,10 @@ def test_what_cannot_be_compared_is_said(model):
     for collate, wanted in (
         (lambda some: {"labels": flat(some)["labels"]}, "made no input_ids"),
         (lambda some: {"input_ids": flat(some)["input_ids"]}, "made no labels"),
-        (lambda some: {name: torch.cat([value] * 2) for name, value in flat(some).items()}, "made 2 rows of sample 1"),
+        (
+            lambda some: {name: torch.cat([value] * 2) for name, value in flat(some).items()},
+            "2 rows .*of sample 1",
+        ),
     ):
         with pytest.raises(DataError, match=wanted):
             verify(of_family, collate, samples)
@@ -487,7 +492,7 @@ def test_more_families_are_judged_by_the_same_collator(name, tmp_path):
     ]
     assert_isolated(of_family, end_to_end, samples)
     assert "nothing in the batch tells" in failing(of_family, partial(end_to_end, tells=False), samples)[1]
-    assert "media are in the wrong order" in failing(of_family, partial(end_to_end, is_reversed=True), samples)[1]
+    assert "media are exchanged" in failing(of_family, partial(end_to_end, is_reversed=True), samples)[1]
 
 
 # -- well-known collators ---------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def _shifted(collator):
         (
             attention.NAME,
             lambda tokenizer: _shifted(PackedCollator(tokenizer, cu_seqlens=True)),
-            r"a boundary is shifted: where sample 2, 3, 4 of the sequence starts",
+            r"the boundary before sample 2, 3, 4 of the sequence is shifted",
         ),
     ],
 )

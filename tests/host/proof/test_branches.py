@@ -7,9 +7,9 @@ import torch
 
 from swift_vlpack.attention.attention import NAME
 from swift_vlpack.errors import IsolationError
-from swift_vlpack.proof.branches import PREFIX, Prefix, as_planned, as_trained, marked, shared_of, units_in
+from swift_vlpack.proof.branches import PREFIX, as_planned, as_trained, marked, shared_of, units_in
 from swift_vlpack.proof.compare import compare
-from swift_vlpack.proof.perturb import replaced, with_other_prefix
+from swift_vlpack.proof.perturb import replaced
 from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.rows.contents import media_spans
 from swift_vlpack.rows.encoder import RowEncoder
@@ -74,14 +74,12 @@ def test_proof_of_text_units_holds(make):
     assert proof.gradient(in_float32=True) < 1e-4
 
 
-def test_prefixes_and_branches_are_changed_and_seen_to_move(proof_model, units):
-    """SHARE-61: tokens and image of a prefix move every branch, and that is asked of the tokens after the prefix."""
+def test_branches_are_changed_and_no_other_moves(proof_model, units):
+    """SHARE-61"""
     right = proof_model(QWEN)
-    samples = units(right.batches.template)
     with torch.no_grad():
-        swapped = compare(right, samples, swaps=True, runs_alone=False).swapped
+        swapped = compare(right, units(right.batches.template), swaps=True, runs_alone=False).swapped
     assert swapped.num_changed == 8
-    assert swapped.blind == []
     assert sorted(swapped.moved) == list(range(8))
     assert max(gap.most for gap in swapped.moved.values()) == 0
 
@@ -89,16 +87,11 @@ def test_prefixes_and_branches_are_changed_and_seen_to_move(proof_model, units):
 def test_replaced_branch_keeps_its_prefix(proof_model, units):
     """SHARE-61"""
     right = proof_model(QWEN)
-    one, other, *_ = units(right.batches.template)
+    one, *_ = units(right.batches.template)
     num = one[PREFIX].num_tokens
     changed = replaced(one, right.is_ordinary)["input_ids"]
     assert changed[:num] == one["input_ids"][:num]
     assert changed[num:] != one["input_ids"][num:]
-    first, second = with_other_prefix([one, other], right.is_ordinary)
-    assert first["input_ids"][:num] == second["input_ids"][:num] != one["input_ids"][:num]
-    assert (first["input_ids"][num:], second["input_ids"][num:]) == (one["input_ids"][num:], other["input_ids"][num:])
-    wordless = {"input_ids": [0, 0, 7, 8], PREFIX: Prefix(2)}
-    assert with_other_prefix([wordless], lambda token: token > 2) is None
 
 
 def test_only_neighbours_of_one_mark_share():
@@ -129,7 +122,7 @@ def test_row_that_differs_is_whole_in_the_proof_as_in_the_run(proof_model, units
 SIBLINGS = "branches of one prefix see each other"
 OF_ATTENTION = {
     "branches see siblings": (s.llama, b.seeing_siblings, SIBLINGS),
-    "branches do not see their prefix": (s.llama, b.not_seeing_prefixes, "a branch does not see its prefix"),
+    "branches do not see their prefix": (s.llama, b.not_seeing_prefixes, "model.s own: samples differ from token 20"),
     "a prefix counts twice": (s.llama, b.counting_prefixes_twice, "model.s own: samples differ from token 2\\d on"),
     "a window over siblings": (b.mistral, b.windows_over_siblings, "model.s own: samples differ from token"),
     "backward of the first branch only": (
@@ -152,7 +145,7 @@ OF_SEQUENCES = {
     "positions over siblings": (b.positions_over_siblings, r"positions of image0:1 in the sequence are not those that"),
     "positions one late": (b.branches_one_late, r"positions of image0:0 in the sequence are not those that it has"),
     "targets at forks": (b.targets_at_forks, r"image0:0 has a target directly after its prefix"),
-    "pixels of another unit": (s.media_exchanged, r"media are in the wrong order: .*pixel_values of a sequence"),
+    "pixels of another unit": (s.media_exchanged, r"pixel_values of the sequence are not those of its samples"),
     "prefix of another unit": (b.prefix_of_another, r"the sequence is not its samples.*does not follow its prefix"),
     "prefixes lost": (b.prefixes_lost, r"a prefix is lost or another one: segment 2 of the sequence has segment 1"),
 }

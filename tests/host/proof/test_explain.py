@@ -1,7 +1,6 @@
 """What the evidence says, in a sentence. Whole models that are wrong in these ways: `test_sabotage.py`."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from swift_vlpack.proof.explain import (
     evidence_of,
     samples_to_change,
     where,
-    window_of,
 )
 from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.proof.verdict import Limits
@@ -48,17 +46,12 @@ CAUSES = {
         r"of attention, first in layers\.0\.norm \(RMSNorm",
     ),
     "branches": (seen(moved={(0, 1): ALL}, units=[[0, 1]]), "branches of one prefix see each other"),
-    "media": (
-        seen(moved_by_media={(2, 0): ALL}, origin=Origin(INPUT)),
-        f"one sample reach another, first {INPUT}",
-    ),
-    "embedded": (seen(differs={0: ALL}, origin=Origin(INPUT)), f"samples differ {INPUT}"),
+    "media": (seen(moved={(2, 0): ALL}, origin=Origin(INPUT)), f"one sample reach another, first {INPUT}"),
+    "embedded": (seen(differs={0: ALL}, origin=Origin(INPUT)), f"samples differ, first {INPUT}"),
     "a module": (seen(differs={0: ALL}, origin=NORM), "something else in the sequence than alone, first in layers"),
     "the first token": (seen(differs={0: ALL}), r"from token 0 on \(sinks"),
     "the second token": (seen(differs={0: Tokens(1, 29)}), r"from token 1 on \(scaling, a soft cap"),
-    "behind the window": (seen(differs={0: Tokens(16, 29)}, window=16), "its window is 16 tokens"),
-    "rope": (seen(differs={0: ALL}, is_turned_otherwise=True), "rotary embeddings turn samples by other angles"),
-    "in training only": (seen(moved=LATER, is_only_in_training=True), "in training mode, not in evaluation, attention"),
+    "rope": (seen(origin=Origin("model.rotary_emb")), "rotary embeddings turn samples by other angles"),
 }
 
 
@@ -82,7 +75,7 @@ def test_evidence_names_sample_tokens_and_module_and_leaves_the_model_as_it_was(
     with s.attending(right, attend):
         evidence = evidence_of(right, samples, LIMITS)
     assert set(evidence.moved) == {(0, 1), (0, 2), (1, 2)}
-    assert (set(evidence.differs), evidence.is_only_in_training) == ({1, 2}, False)
+    assert set(evidence.differs) == {1, 2}
     assert where(samples, evidence).startswith(
         "text:1, number 2 of 3 in its sequence, differs from token 0 to 8 of 9, first in model.layers.1.self_attn"
     )
@@ -112,8 +105,8 @@ def test_explanation_takes_some_columns_of_a_large_vocabulary_and_never_all(monk
     def losing_the_tenth(right, args, ends, options):
         return s.segmented_attention(*args, cu_seq_lens_q=ends[torch.arange(len(ends)) != 10], **options)
 
-    kept, parts = [], explain._Seen._parts
-    monkeypatch.setattr(explain._Seen, "_parts", lambda *args, **to: kept.append(parts(*args, **to)) or kept[-1])
+    kept, parts = [], explain.parts_of
+    monkeypatch.setattr(explain, "parts_of", lambda *args, **to: kept.append(parts(*args, **to)) or kept[-1])
     with (
         s.attending(s.llama(vocab_size=num_words), losing_the_tenth) as broken,
         Largest() as largest,
@@ -128,20 +121,6 @@ def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
     """ISO-15"""
     assert samples_to_change(9, 4) == tuple(range(9))
     assert samples_to_change(60, 30) == (0, 1, 28, 29, 30, 31, 32, 58, 59)
-
-
-@pytest.mark.parametrize(
-    ("text", "window"),
-    [
-        ({"sliding_window": 16}, 16),
-        ({"sliding_window": 16, "use_sliding_window": False}, None),
-        ({"attention_chunk_size": 64}, 64),
-        ({}, None),
-    ],
-)
-def test_window_of_a_config(text, window):
-    """ISO-15"""
-    assert window_of(SimpleNamespace(text_config=SimpleNamespace(**text))) == window
 
 
 def test_leak_inside_the_forward_of_a_layer_is_told_as_the_layer(monkeypatch):

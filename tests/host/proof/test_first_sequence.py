@@ -117,3 +117,23 @@ def test_loss_that_begins_one_target_late_in_a_sequence_is_told_as_the_loss():
     right.model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(IsolationError, match="the trainer's loss of a sequence is not that of its samples"):
         line_of(right, one_late)
+
+
+def test_row_that_is_weighted_by_the_channel_of_its_first_sample_is_told_as_the_loss():
+    """ISO-21: every sample alone has the weight of its own channel."""
+
+    def by_channel(model, inputs, labels, packed):
+        is_first = packed or inputs["input_ids"].shape[1] == LENGTHS[0]
+        return cross_entropy(model(**inputs).logits, labels) * (3.0 if is_first else 1.0)
+
+    with pytest.raises(IsolationError, match="the trainer's loss of a sequence is not that of its samples"):
+        line_of(s.llama(), by_channel)
+
+
+def test_leak_in_the_first_batch_names_module_and_sample():
+    """ISO-15 ISO-21: the cause is looked for as before training."""
+    with (
+        s.attending(s.llama(), s.ignoring_boundaries) as broken,
+        pytest.raises(IsolationError, match=r"attention is causal and has no boundaries.*text:1.*layers\.0\.self_attn"),
+    ):
+        line_of(broken)

@@ -108,7 +108,9 @@ def test_first_batch_is_verified_and_training_goes_on_as_without(name, run):
     equal = r"in it equals? the model's own attention within \S+ of the largest hidden state, gradients within "
     assert re.search(equal, line)
     assert "isolation verified in training" in line
-    assert bool(re.search(r"in bfloat16; \S+ and \S+ would be refused", line)) == ("torch_dtype" in options)
+    assert bool(re.search(r"; in bfloat16 \d+ samples? in it .* and \S+ and \S+ would be refused", line)) == (
+        "torch_dtype" in options
+    )
     packing_options(packing_drop_last="false", packing_attention="segments", packing_verify="false")
     plain, said = run(**options)
     assert said == []
@@ -173,7 +175,7 @@ def test_noise_by_the_length_of_the_row_is_stopped(run, monkeypatch):
 
     monkeypatch.setattr(callback, "noise_by_sample", lambda trainer: None)
     with pytest.raises(
-        IsolationError, match=r"noise on embeddings is scaled by the length of the sequence.*0\.\d+ times"
+        IsolationError, match=r"noise on embeddings .*scaled by the length of the sequence.*0\.\d+ times"
     ):
         run(neftune_noise_alpha=5)
 
@@ -283,8 +285,8 @@ def other_tokens(inputs, record):
 WRONG = {
     "labels": (rolled, "labels of train:"),
     "boundary": (lost, r"the boundary before sample 3 of the sequence is lost"),
-    "positions": (other_positions, "position_ids of train:"),
-    "pixels": (exchanged, "pixel_values are not those of the samples"),
+    "positions": (other_positions, "positions of train:"),
+    "pixels": (exchanged, "pixel_values of the sequence are not those of its samples"),
     "tokens": (other_tokens, "input_ids of train:"),
 }
 
@@ -416,7 +418,7 @@ def test_first_batch_with_prefixes_is_verified_and_training_goes_on_as_without(n
     options = {name: value for name, value in RIGHT[name].items() if name != "neftune_noise_alpha"}
     packing_options(**SHARING)
     proved, (line,) = run(dataset=questions, **options)
-    assert re.search(r"tokens, \d prefix(es)? with \d+ branches, ", line)
+    assert re.search(r"tokens, \d+ branches of \d shared prefix", line)
     assert "which is what its samples are when they are encoded anew" in line
     assert "not looked at" not in line
     assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in line
@@ -460,8 +462,8 @@ def longest_of_all(inputs, record):
 
 WRONG_FORKS = {
     "labels": (learnt_at_forks, "train:.* has a target directly after its prefix"),
-    "positions": (later_positions, "position_ids of train:"),
-    "pixels": (exchanged, "pixel_values are not those of the samples"),
+    "positions": (later_positions, "positions of train:"),
+    "pixels": (exchanged, "pixel_values of the sequence are not those of its samples"),
     "boundaries": (second_line_lost, "a prefix is lost or another one: segment"),
     "longest": (longest_of_all, "max_length_q of the batch is"),
 }

@@ -73,7 +73,7 @@ FIRST = r"first in model\.layers\.0\.self_attn"
 OF_ATTENTION = {
     "boundaries ignored": (s.ignoring_boundaries, FIRST),
     "a mask over all": (s.looking_everywhere, f"not causal.*{FIRST}"),
-    "only in training": (s.leaking_in_training, f"in training mode.*{FIRST}"),
+    "only in training": (s.leaking_in_training, FIRST),
     "boundaries behind the third": (s.losing_the_fourth, r"boundary before sample 5 "),
     "backward": (s.with_a_wrong_backward, r"backward.*gradients? "),
     "wrong scaling": (s.badly_scaled, f"from token 1 to .*{FIRST}"),
