@@ -11,17 +11,12 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
-import torch.distributed as dist
-
 from swift_vlpack.config import PackingConfig, is_planned, need_config
-from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.words import did_you_mean
-
-NUM_SAMPLES_COMPARED = 8
-"""Samples of epoch 0 whose tokens are compared between ranks; of the others, lengths and order are."""
 
 
 def PackingDataset(
@@ -44,18 +39,6 @@ def PackingDataset(
             packs = "planned" if planned else "streamed"
             raise ConfigError(f"{packs} packs have no option {name}{did_you_mean(name, known)}")
     made = kind(dataset, template, config, **options)
-    if planned and made.num_ranks > 1 and dist.is_available() and dist.is_initialized():
-        refuse_other_ranks(made)
+    if isinstance(made, PlannedPackingDataset):
+        made.refuse_other_ranks()
     return made
-
-
-def refuse_other_ranks(packs: Any) -> None:
-    """Raise `DataError` on all ranks unless all have planned the same packs of the same rows."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    tokens = [list(map(int, sample["input_ids"])) for sample in packs.preview(NUM_SAMPLES_COMPARED)]
-    dist.all_gather_object(everyone, (packs.digests_ahead, tokens))
-    if others := [rank for rank, of_rank in enumerate(everyone) if of_rank != everyone[0]]:
-        raise DataError(
-            f"rank {others[0]} has other rows than rank 0: every rank has to draw the rows of all ranks, by the same "
-            "seed, because packs are shared among ranks afterwards"
-        )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
@@ -34,6 +35,8 @@ _GIVE_SAMPLER = (
     "give the loader sampler=packs.sampler, or leave persistent_workers out, so that every epoch starts workers of its "
     "own"
 )
+NUM_SAMPLES_COMPARED = 8
+"""Samples of an epoch whose tokens are compared between ranks; of the others, lengths and order are."""
 MOST_FAILURES_OF_PREVIEW = 16
 """Most failing rows that a preview skips. If a disk is gone, every row fails slowly, and training will report that."""
 
@@ -143,6 +146,25 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if epoch != self.epoch:
             self._rows_of(epoch).tell_sources()
             self._go_to(self._epochs.plan(epoch))
+            if self.dataset.changes:
+                self.refuse_other_ranks()
+
+    def refuse_other_ranks(self) -> None:
+        """Raise `DataError` on all ranks unless all have planned the same packs of the same rows.
+
+        Returns at once if no ranks share packs here. Otherwise all of them must call it.
+        """
+        is_shared = self.num_ranks > 1 and dist.is_available() and dist.is_initialized()
+        if not is_shared or get_worker_info() is not None:
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        tokens = [list(map(int, sample["input_ids"])) for sample in self.preview(NUM_SAMPLES_COMPARED)]
+        dist.all_gather_object(everyone, (self.digests_ahead, self._epochs.packed(self.epoch).packs.digest(), tokens))
+        if others := [rank for rank, of_rank in enumerate(everyone) if of_rank != everyone[0]]:
+            raise DataError(
+                f"rank {others[0]} has other rows than rank 0: every rank has to draw the rows of all ranks, by the "
+                "same seed, because packs are shared among ranks afterwards"
+            )
 
     def make_ahead(self, epoch: int) -> None:
         """Start to plan a later epoch in a thread, if the run has it."""

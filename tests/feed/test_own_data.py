@@ -433,11 +433,15 @@ def test_random_numbers_of_an_own_class_are_those_of_the_pack():
     assert len({sample["drawn"] for pack in one for sample in pack}) > 20
 
 
-def agree(rank, folder, seed_of_rank, num_ranks, said):
+def agree(rank, folder, seed_of_rank, num_ranks, said, only_later=False):
     dist.init_process_group("gloo", init_method=f"file://{folder}/{seed_of_rank}", rank=rank, world_size=2)
     try:
-        data = Mixed(RATIOS, seed=seed_of_rank * rank)
-        PackingDataset(data, None, config(), num_ranks=num_ranks, num_epochs=2)
+        data = Mixed(RATIOS, seed=0 if only_later else seed_of_rank * rank)
+        packs = PackingDataset(data, None, config(), num_ranks=num_ranks, num_epochs=1 if only_later else 2)
+        if only_later:
+            data.seed = seed_of_rank * rank
+            said.put("epoch 0")
+            packs.set_epoch(1)
         said.put("planned")
     except DataError as error:
         said.put(str(error))
@@ -461,3 +465,17 @@ def test_ranks_with_other_rows_are_refused(seed_of_rank, num_ranks, expected, tm
     for process in ranks:
         process.join(120)
     assert all(said.get().startswith(expected) for _ in ranks)
+
+
+def test_ranks_with_other_rows_in_a_later_epoch_are_refused(tmp_path):
+    """OWN-9: an epoch that was not planned ahead is compared when it is set."""
+    context = torch.multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    ranks = [context.Process(target=agree, args=(rank, tmp_path, 1, 2, said, True)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    heard = sorted(said.get() for _ in range(4))
+    assert heard[:2] == ["epoch 0"] * 2
+    assert all(one.startswith(OTHER_ROWS) for one in heard[2:])
