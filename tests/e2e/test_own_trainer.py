@@ -26,6 +26,7 @@ def trained(output):
 
 
 @pytest.mark.slow
+@pytest.mark.telling
 def test_own_class_is_trained_by_its_own_schedule_through_a_kill_and_a_resume(small_folder, tmp_path):
     """OWN-9 OWN-6: three epochs, each drawn anew; killed and resumed in the middle of the third, every row once."""
     rows = {name: mixed_rows(tmp_path / name, 20, seed=len(name), largest=120) for name in RATIOS}

@@ -46,10 +46,15 @@ def training(small):
     yield load
     for loaded in made:
         loaded.template.remove_post_encode_hook()
-        restart_at_boundaries(loaded.model, leave=RESTARTED)  # no layer: without what a test has put on it
-        loaded.model.set_attn_implementation(attention.NAME)
-        loaded.model.zero_grad()
-        loaded.model.eval()
+        as_loaded(loaded.model)
+
+
+def as_loaded(model: Any) -> None:
+    """Take away what a test has put on a model that other tests share."""
+    restart_at_boundaries(model, leave=RESTARTED)
+    model.set_attn_implementation(attention.NAME)
+    model.zero_grad()
+    model.eval()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from swift_vlpack import Collator, prepare_model, verify
 from swift_vlpack.attention import prepare
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import batch_of
+from tests.host.proof.conftest import as_loaded
 
 KINDS = ("image", "text", "images", "words")
 
@@ -28,6 +29,7 @@ def prepared(small):
     for loaded in made:
         for handle in prepare._hooks.pop(loaded.model, ()):
             handle.remove()
+        as_loaded(loaded.model)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_5"])
