@@ -224,7 +224,7 @@ def _gaps(kinds: Sequence[LayerKind], kernel: Kernel) -> dict[str, float | str]:
         try:
             gaps = [largest_gap(results(one, reference), results(one, kernel)) for one in sequences]
         except Exception as error:
-            found[str(dtype).removeprefix("torch.")] = str(error).splitlines()[0]
+            found[str(dtype).removeprefix("torch.")] = next(iter(str(error).splitlines()), type(error).__name__)
         else:
             found[str(dtype).removeprefix("torch.")] = float(torch.tensor(gaps).max())
     return found

@@ -279,6 +279,7 @@ def _capped(softcap: float | None, device: torch.device) -> Any:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _ends_and_keys(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return where segments end, where their keys do, and the keys end to end, as indices; None if keys are tokens."""
     ends = to_device(np.array(bounds.ends, np.int32), device)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,14 +45,39 @@ _ABOUT_THE_SEQUENCE = (
 """Keywords that may be ignored: they reach every layer, and do not change which tokens see each other. Any other
 unknown keyword is an error, because it may ask for something that would silently be dropped."""
 
+T = TypeVar("T")
 LEAST_SHARE = 0.8
 """Samples of a group are at least this long, as a share of the longest sample of the group. So at most a fifth of a
 batch is padding."""
 
+
+class KnownOfTensors(Generic[T]):
+    """Facts about tensors that nobody has to read them for. A tensor that is changed in place is forgotten."""
+
+    def __init__(self) -> None:
+        self._facts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __setitem__(self, tensor: torch.Tensor, fact: T) -> None:
+        self._facts[tensor] = fact, _version(tensor)
+
+    def has_moved(self, value: Any, fact: T | None) -> None:
+        """Keep a fact for the copy of a tensor on a device. On the CPU it may be another one, which is free to read."""
+        if fact is not None and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            self[value] = fact
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        """Return what was said of this tensor as it is now, if anything was."""
+        fact, version = self._facts.get(tensor, (None, None))
+        return fact if version == _version(tensor) else None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
 # The host's copy of boundaries, because `tolist()` waits for the device. The tensor is the key, because no other object
 # of a forward reaches every layer, also when checkpointing runs a layer again after the forward is over. Weak, so that
 # nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
-known_bounds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Bounds(NamedTuple):
@@ -60,6 +85,9 @@ class Bounds(NamedTuple):
 
     ends: tuple[int, ...] = ()  # (num_segments + 1,): 0, then the end of each segment
     parents: tuple[int, ...] = ()  # (num_segments,): the number of its prefix, or ROOT; empty if no segment has one
+
+
+known_bounds: KnownOfTensors[Bounds] = KnownOfTensors()
 
 
 def tensor_of(boundaries: Boundaries) -> torch.Tensor:  # (num_segments + 1,), or (2, num_segments + 1) with prefixes
@@ -74,7 +102,7 @@ def boundaries_of(cu_seqlens: torch.Tensor) -> Bounds:
     This is the one place where attention learns the shape of a sequence. Sequence parallelism will look up the
     boundaries of the whole sequence for a rank that holds a slice of it: callers ask per sequence, never per rank.
     """
-    known: Bounds | None = known_bounds.get(cu_seqlens)
+    known = known_bounds.get(cu_seqlens)
     if known is None:
         known = _forest(*cu_seqlens.tolist()) if cu_seqlens.ndim == 2 else Bounds(tuple(cu_seqlens.tolist()))
         known_bounds[cu_seqlens] = known
@@ -84,7 +112,8 @@ def boundaries_of(cu_seqlens: torch.Tensor) -> Bounds:
 def to_device(numbers: Sequence[int] | np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     """Copy numbers of the host to a device without waiting for it, as `torch.tensor(..., device=device)` would."""
     # CUDA has copied pageable memory when the call returns; other devices do not promise that.
-    return torch.as_tensor(numbers).to(device, non_blocking=device.type == "cuda")
+    made = torch.as_tensor(numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64))
+    return made.to(device, non_blocking=device.type == "cuda")
 
 
 def by_token(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:  # (sum(lengths),)
@@ -264,6 +293,7 @@ def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torc
 
 
 @lru_cache(maxsize=8)  # shared by the layers of a forward
+@torch.inference_mode(False)  # an evaluation may make it, and training needs it for a backward
 def _correction(bounds: Bounds, device: torch.device, floor_scale: float, attn_scale: float) -> torch.Tensor:
     """Return Llama 4's temperature of each token in its sample, as a share of that in the sequence."""
     in_sample = np.concatenate([np.arange(one.num_prefix, one.num_keys) for one in segments_of(bounds)])
@@ -301,6 +331,7 @@ class Groups:
 
 
 @lru_cache(maxsize=8)  # shared by the layers of a forward
+@torch.inference_mode(False)
 def groups_of(bounds: Bounds, device: torch.device) -> Groups:
     """Group samples of similar length, so that work per sample becomes work per group."""
     # Computed on the host and copied at once: a device would have to be waited for to know sizes, or for each copy.

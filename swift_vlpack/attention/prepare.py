@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.linear_attention import restart_at_boundaries
+from swift_vlpack.attention.packed_sequence import KnownOfTensors
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import let_through
@@ -23,7 +23,7 @@ WAY_IN = "call swift_vlpack.prepare_model(model, template) first"
 
 # Keywords of a call that must reach the model although they are no inputs: the template's hook drops unknown keywords.
 _OF_THE_CALL = ("num_items_in_batch", "use_cache", "return_dict", "output_attentions")
-known_targets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by labels: whether there is a token to predict
+known_targets: KnownOfTensors[bool] = KnownOfTensors()  # by labels: whether there is a token to predict
 _hooks: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
@@ -125,8 +125,8 @@ class _BeforeForward:
 
 def have_targets(labels: torch.Tensor) -> bool:
     """Tell whether there is a token to predict, as the batch of the labels knows, else by asking their device."""
-    known: bool | None = known_targets.get(labels)
-    return bool((labels[:, 1:] != NO_LABEL).any()) if known is None else known
+    known = known_targets.get(labels)
+    return bool((labels[..., 1:] != NO_LABEL).any()) if known is None else known
 
 
 def _loss_of_no_label(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:

@@ -53,10 +53,8 @@ class Batch(dict[str, Any]):
     def __init__(self, *inputs: Any) -> None:
         super().__init__(*inputs)
         # Say of tensors that have moved what is known, because their device would have to be waited for.
-        if self.bounds is not None and "cu_seq_lens_q" in self:
-            known_bounds[self["cu_seq_lens_q"]] = self.bounds
-        if self.has_targets is not None and "labels" in self:
-            known_targets[self["labels"]] = self.has_targets
+        known_bounds.has_moved(self.get("cu_seq_lens_q"), self.bounds)
+        known_targets.has_moved(self.get("labels"), self.has_targets)
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """Move the tensors to a device."""
@@ -68,9 +66,11 @@ class Batch(dict[str, Any]):
 
 def batch_of(inputs: Mapping[str, Any], record: PackRecord | None, beside: Mapping[str, Any]) -> Batch:
     """Make a batch of model inputs, with a record and with fields that are not for the model (`beside`)."""
-    bounds = boundaries_of(inputs["cu_seq_lens_q"]) if "cu_seq_lens_q" in inputs else None
-    targets = have_targets(inputs["labels"]) if "labels" in inputs else None
-    known = {"record": record, "beside": beside, "bounds": bounds, "has_targets": targets}
+    known: dict[str, Any] = {"record": record, "beside": beside}
+    if isinstance(ends := inputs.get("cu_seq_lens_q"), torch.Tensor):
+        known["bounds"] = boundaries_of(ends)
+    if isinstance(labels := inputs.get("labels"), torch.Tensor):
+        known["has_targets"] = known_targets[labels] = have_targets(labels)
     made: Batch = type("Batch", (Batch,), known)(inputs)
     return made
 

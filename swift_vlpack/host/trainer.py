@@ -238,8 +238,7 @@ class PackingTrainer(EvaluatesRows):
         labels = inputs.get("labels")
         if self.model.training:
             self.step_check.divide(num_items_in_batch)
-        known = inputs.has_targets if isinstance(inputs, Batch) else None  # to ask the labels would wait for the device
-        if not self.model.training or labels is None or (have_targets(labels) if known is None else known):
+        if not self.model.training or labels is None or have_targets(labels):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
         outputs = model(**{key: value for key, value in inputs.items() if key not in unused})

@@ -87,8 +87,9 @@ class Compared:
     swapped: Swapped | None
     gaps: Mapping[int, Gap]
     of_alone: Gradients | None
-    noise_sizes: Mapping[int, float]
-    """Size of the noise drawn for each watched sample's embeddings, relative to the sample alone."""
+    noise_sizes: Mapping[int, tuple[float, float]]
+    """Size of the noise drawn for each watched sample's embeddings, relative to the sample alone, and how much chance
+    moves it: one standard deviation of the estimate."""
     has_drawn: bool
     num_parameters: int
     num_tokens: int
@@ -225,8 +226,7 @@ class _Comparison:
             moved |= {at: self.gap(original, at, after, at) for at in staying}
             num_changed += sum(self.gap(original, at, after, at).most > 0 for at in changing)
             if backward and self.parameters is not None:
-                expected, found = (_at_tokens(ran, self.watched) for ran in (original, after))
-                of_changed = _apart(expected, found, original.gradient, after.gradient)
+                of_changed = _apart(_at_tokens(original), _at_tokens(after), original.gradient, after.gradient)
         repeated = Gap(0.0, 0.0)
         if self.is_sharded or any(not gap.most <= 0 for gap in moved.values()):
             again = self.packed(self.samples, backward=False)
@@ -271,16 +271,20 @@ class _Comparison:
             own = {at: original.slots[at].of(ids)[None].to(original.states.device) for at in self.watched}
             return {at: embed(tokens).detach()[0] for at, tokens in own.items()}
 
-    def noise_sizes(self, original: Ran, still: Ran, alone: Mapping[int, torch.Tensor]) -> dict[int, float]:
-        """Compare the largest noise in a sequence with the largest that is drawn for a sample alone."""
+    def noise_sizes(
+        self, original: Ran, still: Ran, alone: Mapping[int, torch.Tensor]
+    ) -> dict[int, tuple[float, float]]:
+        """Compare the noise in a sequence with that drawn for a sample alone, by the root of the mean square."""
         sizes = {}
         if original.embedded is not None and still.embedded is not None:
             for at, own in alone.items():
                 # The pass without draws has the embeddings themselves; what is left of the others is noise.
                 drawn, right = (original.slots[at].of(one).float() for one in (original.embedded, still.embedded))
-                here, there = (float((one.float() - right).abs().max()) for one in (drawn, own))
-                if max(here, there) > 0:
-                    sizes[at] = here / max(there, 1e-30)
+                squares = [(one.float() - right).square().flatten() for one in (drawn, own)]
+                here, there = (max(float(one.mean()), 1e-30) for one in squares)
+                if max(here, there) > 1e-30:
+                    chance = sum(float(one.var()) / (4 * len(one) * float(one.mean()) ** 2 + 1e-30) for one in squares)
+                    sizes[at] = (here / there) ** 0.5, chance**0.5
         return sizes
 
 
@@ -319,21 +323,17 @@ class _Alone:
 
     def off(self) -> Gradients:
         """Compare the gradient of the sequence with the sum over its samples."""
-        of_packed = _at_tokens(self.packed, self.comparison.watched)
-        return _apart(of_packed, self.at_tokens, self.packed.gradient, self.gradient)
+        return _apart(_at_tokens(self.packed), self.at_tokens, self.packed.gradient, self.gradient)
 
 
 _AT_TOKENS = {LAST_LAYER: "of_states", TOKENS: "of_embedded"}
 """Fields of a pass with a gradient at each token."""
 
 
-def _at_tokens(ran: Ran, watched: Sequence[int]) -> dict[str, torch.Tensor | None]:
-    """Return the gradients at the tokens of a sequence, 0 at tokens of samples that are not watched."""
-    mask = torch.zeros(ran.states.shape[:2], device=ran.states.device)
-    for slot in (ran.slots[at] for at in watched):
-        mask[slot.row, slot.places] = 1
+def _at_tokens(ran: Ran) -> dict[str, torch.Tensor | None]:
+    """Return the gradients at the tokens of a sequence. At tokens of samples without a loss they have to be 0."""
     found = {name: getattr(ran, name) for name in _AT_TOKENS.values()}
-    return {name: None if value is None else value.float() * mask[..., None] for name, value in found.items()}
+    return {name: None if value is None else value.float() for name, value in found.items()}
 
 
 def _apart(

@@ -34,6 +34,7 @@ from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.waiting import is_of_collective
+from swift_vlpack.proof.branches import units_in
 from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_of_each_kind, short_samples
 from swift_vlpack.proof.compare import Compared, compare, gap_of, worst
 from swift_vlpack.proof.explain import OF_A_STATE, explain
@@ -380,6 +381,7 @@ def line_of_first_batch(
         said.append("how large drawn noise is (parameters are sharded)")
     if not is_encoded_again:
         said.append(f"its samples encoded anew and alone, other media beside them ({sequence.encoded})")
+        said += ["which prefix each branch sees"] if units_in(sequence.samples) else []
     said += filter(None, [parameters.left_out, _without(compared.num_without)])
     return line_in_training(proof, where, is_encoded_again=is_encoded_again, not_looked_at=said)
 

@@ -204,17 +204,6 @@ def _positions_of(batch: Collated, at: int) -> torch.Tensor | None:
     return found.reshape(-1, *batch.inputs["input_ids"].shape)[:, slot.row, slot.places].long().cpu()
 
 
-def _why_of_text(inputs: Mapping[str, Any]) -> str:
-    """Say why a model with three axes of positions may have got the same positions on all axes, which is for text."""
-    given = inputs.get("position_ids")
-    has = "they are positions of text, the same on all three axes"
-    if isinstance(given, torch.Tensor) and given.dim() == 2:
-        return f": {has}, because position_ids of the batch are 2-D; the model's get_rope_index makes those of a sample"
-    if given is None:
-        return f": {has}; without position_ids the model makes others only of mm_token_type_ids and grids"
-    return f": {has}"
-
-
 def wrong_tokens(name: str, at: int, packed: Collated, alone: Collated) -> str | None:
     """Compare all other inputs that have a whole number for each token, such as kinds of tokens."""
     for field in packed.inputs:

@@ -21,8 +21,8 @@ from swift_vlpack.words import counted
 
 TIMES_ROUNDING = 8
 """Factor from the rounding that was measured on this model to the limit: right sequences differ by 0.5 to 2 times."""
-NOISE_LIMIT = 0.1
-"""Share by which noise on embeddings may be larger or smaller than alone."""
+NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
+"""Sizes of noise on embeddings may differ by this share, plus this many standard deviations of their estimate."""
 SHORT = "short samples"
 """The words for the pack of short samples."""
 
@@ -136,8 +136,8 @@ def _of_gradients(one: Judged) -> Iterator[Finding]:
             yield Finding(f"the gradient of {_named(what)} is off by {off:.3g} {allowed}", _CAUSES.get(what, _BACKWARD))
     if one.compared.swapped is not None and (blind := one.compared.swapped.blind):
         yield Finding(f"no gradient of {one.compared.name(blind[0])} reaches its prefix", _BLIND)
-    for at, size in one.compared.noise_sizes.items():
-        if not abs(size - 1) <= NOISE_LIMIT:
+    for at, (size, chance) in one.compared.noise_sizes.items():
+        if not abs(size - 1) <= NOISE_LIMIT + STEPS_OF_CHANCE * chance:
             yield Finding(f"the noise of {one.compared.name(at)} is {size:.3g} times as large as alone", _NOISE)
 
 

@@ -12,7 +12,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from swift_vlpack.attention import attention, packed_sequence
 from swift_vlpack.attention.attention import NAME, segmented_attention
 from swift_vlpack.attention.masks import sequence_mask
+from swift_vlpack.attention.packed_sequence import boundaries_of, to_device
+from swift_vlpack.attention.prepare import have_targets
 from swift_vlpack.errors import AttentionError
+from swift_vlpack.feed.collate import batch_of
 
 LENGTHS = (5, 1, 9, 3)
 
@@ -290,3 +293,33 @@ def test_registering_again_changes_nothing():
         attention.register()
         assert AttentionInterface()[NAME] is segmented_attention
         assert AttentionMaskInterface()[NAME] is sequence_mask
+
+
+# -- what is known of tensors without reading them ---------------------------------------------------------------------
+
+
+def test_facts_of_a_tensor_that_is_changed_in_place_are_forgotten():
+    """TRAIN-31: boundaries, and whether there is a target."""
+    batch = batch_of({"cu_seq_lens_q": torch.tensor([0, 3, 6]), "labels": torch.full((1, 6), -100)}, None, {})
+    assert boundaries_of(batch["cu_seq_lens_q"]).ends == (0, 3, 6)
+    assert not have_targets(batch["labels"])
+    batch["cu_seq_lens_q"][1] = 2
+    batch["labels"][0, 3:] = 7
+    assert boundaries_of(batch["cu_seq_lens_q"]).ends == (0, 2, 6)
+    assert have_targets(batch["labels"])
+    other = type(batch)({**batch, "labels": torch.full((1, 6), -100)})
+    assert not have_targets(other["labels"])
+    assert type(batch)({"labels": None}) == {"labels": None}
+
+
+def test_no_numbers_are_still_whole_numbers_on_a_device():
+    """TRAIN-31: a pack of which no row could be read has no sample to mask."""
+    assert to_device((), torch.device("cpu")).dtype == torch.int64
+
+
+def test_what_an_evaluation_computed_for_a_sequence_serves_training():
+    """TRAIN-31"""
+    bounds = packed_sequence.Bounds((0, 7, 12))
+    with torch.inference_mode():
+        groups = packed_sequence.groups_of(bounds, torch.device("cpu"))
+    assert not groups.tokens.is_inference()

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from swift_vlpack.errors import IsolationError
+from swift_vlpack.proof.compare import compare
 from swift_vlpack.proof.gradients import Parameters
 from swift_vlpack.proof.prove import compared_in_training, line_of_first_batch
 from swift_vlpack.proof.runner import Runner
+from swift_vlpack.proof.verdict import SHARP, Judged, first_finding
 from tests.host.proof import sabotage as s
 from tests.host.proof.runners import text_samples
 from tests.host.proof.test_ranks import LENGTHS, first_batch
@@ -137,3 +139,43 @@ def test_leak_in_the_first_batch_names_module_and_sample():
         pytest.raises(IsolationError, match=r"attention is causal and has no boundaries.*text:1.*layers\.0\.self_attn"),
     ):
         line_of(broken)
+
+
+class FiveTokensBack(torch.autograd.Function):
+    """Adds, in the backward, gradient to the values of the five tokens before each boundary."""
+
+    @staticmethod
+    def forward(ctx, made, values, ends):
+        ctx.num_heads, ctx.num_tokens, ctx.ends = values.shape[1], values.shape[2], ends
+        return made.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_values = gradient.transpose(1, 2).unflatten(1, (ctx.num_heads, -1)).sum(2)
+        extra = torch.zeros_like(of_values)
+        for end in ctx.ends[1:-1]:
+            extra[:, :, end - 5 : end] = of_values[:, :, end : end + 5]
+        return gradient, extra, None
+
+
+@s.if_packed
+def leaks_back(right, args, ends, options):
+    return FiveTokensBack.apply(right()[0], args[2], ends.tolist()), None
+
+
+@pytest.mark.parametrize("runs_alone", [True, False])
+def test_gradient_at_samples_without_a_loss_is_seen_without_parameters(runs_alone):
+    """ISO-9 ISO-24: on some shards no gradient of a parameter can be compared."""
+    samples = text_samples(12, 17, 14, 19)
+    for at, sample in enumerate(samples):
+        sample["labels"] = list(sample["input_ids"]) if at in (1, 3) else [-100] * len(sample["labels"])
+
+    def finding(attend):
+        with s.attending(s.llama(), attend) as runner:
+            parameters = Parameters(runner.model, all_trained=True)
+            parameters.of_forward = {}
+            one = compare(runner, samples, parameters=parameters, watched=[1, 3], swaps=True, runs_alone=runs_alone)
+            return first_finding([Judged(one, SHARP, "the sequence")])
+
+    assert finding(s.segmented_attention) is None
+    assert finding(leaks_back).cause == "the backward of attention crosses the boundaries of samples"

@@ -217,7 +217,19 @@ def noisy(model):
     return model
 
 
-@pytest.mark.parametrize("change", [with_lora, checkpointed(True), checkpointed(False), frozen, noisy])
+def gaussian(model):
+    """Noise without a largest value, off where rates are."""
+    rate = torch.nn.Dropout(0.1)
+    model.add_module("rate", rate)
+
+    def add(module, args, made):
+        return made + 0.01 * torch.randn_like(made) if rate.training and rate.p else made
+
+    model.get_input_embeddings().register_forward_hook(add)
+    return model
+
+
+@pytest.mark.parametrize("change", [with_lora, checkpointed(True), checkpointed(False), frozen, noisy, gaussian])
 def test_proof_holds_on_a_model_as_it_trains(change):
     """ISO-11: with dropout 0.5 everywhere, and with everything as it was afterwards."""
     right = s.llama(attention_dropout=0.5)
