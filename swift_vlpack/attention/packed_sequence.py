@@ -46,6 +46,8 @@ _ABOUT_THE_SEQUENCE = (
 unknown keyword is an error, because it may ask for something that would silently be dropped."""
 
 T = TypeVar("T")
+ON_HOST = "cpu"
+"""The device whose tensors are read without waiting."""
 LEAST_SHARE = 0.8
 """Samples of a group are at least this long, as a share of the longest sample of the group. So at most a fifth of a
 batch is padding."""
@@ -62,7 +64,7 @@ class KnownOfTensors(Generic[T]):
 
     def has_moved(self, value: Any, fact: T | None) -> None:
         """Keep a fact for the copy of a tensor on a device. On the CPU it may be another one, which is free to read."""
-        if fact is not None and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        if fact is not None and isinstance(value, torch.Tensor) and value.device.type != ON_HOST:
             self[value] = fact
 
     def get(self, tensor: torch.Tensor) -> T | None:
@@ -75,11 +77,6 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-# The host's copy of boundaries, because `tolist()` waits for the device. The tensor is the key, because no other object
-# of a forward reaches every layer, also when checkpointing runs a layer again after the forward is over. Weak, so that
-# nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
-
-
 class Bounds(NamedTuple):
     """The boundaries of a sequence: `plan.boundaries.Boundaries` as attention reads them, layer after layer."""
 
@@ -87,6 +84,9 @@ class Bounds(NamedTuple):
     parents: tuple[int, ...] = ()  # (num_segments,): the number of its prefix, or ROOT; empty if no segment has one
 
 
+# The host's copy of boundaries, because `tolist()` waits for the device. The tensor is the key, because no other object
+# of a forward reaches every layer, also when checkpointing runs a layer again after the forward is over. Weak, so that
+# nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
 known_bounds: KnownOfTensors[Bounds] = KnownOfTensors()
 
 

@@ -95,6 +95,7 @@ class PackingTrainer(EvaluatesRows):
         self.step_check = StepCheck(self)
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self.own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
+        self._has_targets = False  # of the sequence that is trained now; ms-swift asks with a part of its labels
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
@@ -183,8 +184,10 @@ class PackingTrainer(EvaluatesRows):
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
         self.own_lengths = (*record.own_lengths, record.num_padding) if record.shared else ()
+        self._has_targets = "labels" in inputs and have_targets(inputs["labels"])
         with layout(self.template, packed=True), self.step_check.sequence():
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._has_targets = False
         self.events.trained(record)
         return loss
 
@@ -238,7 +241,7 @@ class PackingTrainer(EvaluatesRows):
         labels = inputs.get("labels")
         if self.model.training:
             self.step_check.divide(num_items_in_batch)
-        if not self.model.training or labels is None or have_targets(labels):
+        if not self.model.training or labels is None or self._has_targets or have_targets(labels):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
         outputs = model(**{key: value for key, value in inputs.items() if key not in unused})

@@ -4,6 +4,7 @@ import pytest
 import swift.dataloader.shard
 import torch
 
+from swift_vlpack.attention import packed_sequence
 from tests.data_rows import mixed_rows, rows_about_images, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import packed_argv, train
@@ -34,12 +35,13 @@ def shared_data(tmp_path_factory):
 
 @pytest.fixture
 def moved(monkeypatch):
-    """A batch that moves to a device has other tensors than before."""
+    """A batch that moves to a device has other tensors than before; that device is played by the CPU."""
 
     def to_device(batch, device, non_blocking=False):
         return type(batch)({name: one.clone() if torch.is_tensor(one) else one for name, one in batch.items()})
 
     monkeypatch.setattr(swift.dataloader.shard, "to_device", to_device)
+    monkeypatch.setattr(packed_sequence, "ON_HOST", "")
 
 
 def counted(model, family, folder, options=None, **flags):
