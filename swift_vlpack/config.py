@@ -287,12 +287,12 @@ class PackingConfig:
         """Return how many batches of `batch_size` each rank accumulates for an optimizer step.
 
         It is `given`, or what `effective_batch_size` needs, or ms-swift's default, which is about 16 samples in a step.
-        Raises `ConfigError` if the ranks cannot share `effective_batch_size`.
+        Raises `ConfigError` if the ranks cannot share `effective_batch_size`, or there is none.
 
         >>> PackingConfig(packing_length=8, effective_batch_size=32).accumulation(num_ranks=8)
         4
         """
-        wanted, in_one = self.effective_batch_size, batch_size * num_ranks
+        wanted, in_one = self.effective_batch_size, batch_size * checked_num_ranks(num_ranks)
         if wanted is None:
             return given or max(1, math.ceil(16 / in_one))
         if given is not None:
@@ -376,6 +376,13 @@ def checked(options: Mapping[str, Any]) -> PackingConfig:
     # Use any valid length in place of an unknown one: `packing_pad_to` has to divide it.
     any_length = pad_to if isinstance(pad_to, int) and pad_to > 0 else 1
     return PackingConfig.from_mapping(options, packing_length=any_length)
+
+
+def checked_num_ranks(num_ranks: int) -> int:
+    """Return the number, or raise `ConfigError` if it is not at least 1."""
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+    return num_ranks
 
 
 def need_config(config: Any) -> None:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from swift_vlpack.cli.command import Command, Parser, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.sweep import add_sweep_flags, cases_of, planned_case, sweep_report, sweep_text
-from swift_vlpack.config import SAMPLES, PackingConfig, chosen_options
+from swift_vlpack.config import SAMPLES, PackingConfig, checked_num_ranks, chosen_options
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.launch import RunLaunch, check_launch, checked_num_ranks
+from swift_vlpack.host.launch import RunLaunch, accumulation_of, check_launch
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.host.run_checks import refuse_combinations, refuse_numbers
 from swift_vlpack.host.run_flags import given_options, split_flags
@@ -87,9 +87,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, run: RunLaunch) -> None:
-    check_launch(run)
-    for case in cases_of(args, run.config, run.num_ranks):
+    cases = cases_of(args, run.config, run.num_ranks)
+    check_launch(replace(run, config=cases[0].config, num_ranks=cases[0].num_ranks) if cases else run)
+    for case in cases:
         refuse_combinations(given_options(run.flags), case.config)
+        accumulation_of(run.flags, case.config, case.num_ranks)  # raises now, before rows are measured
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -141,13 +143,13 @@ def _of_lengths(args: argparse.Namespace) -> tuple[PackingConfig, int, int | Non
 
 def _run_report(args: argparse.Namespace, launch: RunLaunch, left_out: Path) -> dict[str, Any]:
     """Plan a run; or, for a sweep, measure its rows once and plan them for every case."""
-    if not cases_of(args, launch.config, launch.num_ranks):
+    if not (cases := cases_of(args, launch.config, launch.num_ranks)):
         return training_report(launch.flags, num_ranks=launch.num_ranks, failures_file=left_out, command=launch.command)
     from swift_vlpack.feed.planned import checked_step, recipe_of
     from swift_vlpack.host.args import deletes_failing_rows, packing_config
     from swift_vlpack.host.plain_order import unpacked_rows
 
-    run, feed, seconds = _feed_of(launch.flags, launch.num_ranks, left_out, launch.command)
+    run, feed, seconds = _feed_of(launch.flags, cases[0].num_ranks, left_out, launch.command)
     rows, given = feed.dataset, given_options(launch.flags)
 
     def recipe(config: PackingConfig) -> Recipe:

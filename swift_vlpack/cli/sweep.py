@@ -9,9 +9,8 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from swift_vlpack.config import SAMPLES, PackingConfig
+from swift_vlpack.config import SAMPLES, PackingConfig, checked_num_ranks
 from swift_vlpack.errors import ConfigError, PlanError, VLPackError
-from swift_vlpack.host.launch import checked_num_ranks
 from swift_vlpack.lines import labelled, table
 from swift_vlpack.plan.epoch import EpochPlan, PackedEpoch, Recipe, pack_epoch, plan_epoch
 from swift_vlpack.plan.report import plan_report

@@ -8,12 +8,13 @@ Both yield `PackedSamples`, a list of encoded samples for the template's own col
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from typing import Any
 
 from swift_vlpack.config import PackingConfig, is_planned, need_config
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.planned import PlannedPackingDataset, alike_on_ranks
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.words import did_you_mean
@@ -38,7 +39,5 @@ def PackingDataset(
         if name not in known:
             packs = "planned" if planned else "streamed"
             raise ConfigError(f"{packs} packs have no option {name}{did_you_mean(name, known)}")
-    made = kind(dataset, template, config, **options)
-    if isinstance(made, PlannedPackingDataset):
-        made.refuse_other_ranks()
-    return made
+    make: Any = partial(kind, dataset, template, config, **options)
+    return alike_on_ranks(options.get("num_ranks", 1), make) if planned else make()

@@ -6,7 +6,7 @@ set. A trainer of your own iterates it with a plain `DataLoader`; ms-swift's tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -144,27 +144,8 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
     def set_epoch(self, epoch: int) -> None:
         """Let data that changes draw its rows, mix the sources, and pack. A resumed epoch continues where it was."""
         if epoch != self.epoch:
-            self._rows_of(epoch).tell_sources()
-            self._go_to(self._epochs.plan(epoch))
-            if self.dataset.changes:
-                self.refuse_other_ranks()
-
-    def refuse_other_ranks(self) -> None:
-        """Raise `DataError` on all ranks unless all have planned the same packs of the same rows.
-
-        Returns at once if no ranks share packs here. Otherwise all of them must call it.
-        """
-        is_shared = self.num_ranks > 1 and dist.is_available() and dist.is_initialized()
-        if not is_shared or get_worker_info() is not None:
-            return
-        everyone: list[Any] = [None] * dist.get_world_size()
-        tokens = [list(map(int, sample["input_ids"])) for sample in self.preview(NUM_SAMPLES_COMPARED)]
-        dist.all_gather_object(everyone, (self.digests_ahead, self._epochs.packed(self.epoch).packs.digest(), tokens))
-        if others := [rank for rank, of_rank in enumerate(everyone) if of_rank != everyone[0]]:
-            raise DataError(
-                f"rank {others[0]} has other rows than rank 0: every rank has to draw the rows of all ranks, by the "
-                "same seed, because packs are shared among ranks afterwards"
-            )
+            num_ranks = self.num_ranks if self.dataset.changes else 1
+            alike_on_ranks(num_ranks, lambda: self._go_to(self._epochs.plan(epoch)))
 
     def make_ahead(self, epoch: int) -> None:
         """Start to plan a later epoch in a thread, if the run has it."""
@@ -207,11 +188,13 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
             self.step = step
             self._plan_epochs(self._epochs.extent)
 
-    def _go_to(self, plan: EpochPlan) -> None:
+    def _go_to(self, plan: EpochPlan) -> PlannedPackingDataset:
         self._plan = plan
         self.dataset = self._rows_of(plan.epoch)
+        self.dataset.tell_sources()  # also where the epoch was planned ahead
         self._rows = {epoch: rows for epoch, rows in self._rows.items() if epoch >= plan.epoch}
         super().set_epoch(plan.epoch)
+        return self
 
     # -- packs ------------------------------------------------------------------------------------------------------
 
@@ -240,8 +223,38 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         """Yield the first samples of the epoch, encoded when they are asked for; skip rows that fail."""
         epoch = self.epoch_plan
         tried = epoch.samples(epoch.packs.members[: num_samples + MOST_FAILURES_OF_PREVIEW].tolist())
-        samples = (self.dataset.sample_or_error(Address(*where)) for where in tried)
+        samples = (self.dataset.alone(Address(*where)) for where in tried)
         return islice((sample for sample in samples if not isinstance(sample, SampleError)), num_samples)
+
+
+def alike_on_ranks(num_ranks: int, make: Callable[[], PlannedPackingDataset]) -> PlannedPackingDataset:
+    """Plan packs on all ranks that share them. Raises on all of them if one fails, or has planned other rows.
+
+    If ranks share packs and `torch.distributed` runs, all of them must call it.
+    """
+    is_shared = num_ranks > 1 and dist.is_available() and dist.is_initialized()
+    if not is_shared or get_worker_info() is not None:
+        return make()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    made: Any = None
+    try:
+        made = make()
+        tokens = [list(map(int, sample["input_ids"])) for sample in made.preview(NUM_SAMPLES_COMPARED)]
+        said: Any = made.digests_ahead, made._epochs.packed(made.epoch).packs.digest(), tokens
+    except Exception as error:
+        made, said = error, f"{type(error).__name__}: {error}"
+    dist.all_gather_object(everyone, said)
+    if isinstance(made, Exception):  # raised only now, because the other ranks would wait for this one
+        raise made
+    for rank, of_rank in enumerate(everyone):
+        if isinstance(of_rank, str):
+            raise DataError(f"rank {rank} cannot plan its packs: {of_rank}")
+        if of_rank != everyone[0]:
+            raise DataError(
+                f"rank {rank} has other rows than rank 0: every rank has to draw the rows of all ranks, by the same "
+                "seed, because packs are shared among ranks afterwards"
+            )
+    return made
 
 
 class AddressSampler(Sampler[PackAddress]):

@@ -147,9 +147,11 @@ class PackReader(Dataset[PackedSamples]):
         num_threads = min(len(places), threads_per_worker())
         rows: list[Row | None] = [None] * len(places)  # rows that were read already
         if num_threads > 1 and not self._draws_at_random:
-            with RandomStream(*name), suppress(SampleError):  # a row that cannot be read fails again below
+            with RandomStream(*name) as stream, suppress(SampleError):  # a row that cannot be read fails again below
                 rows = [self.dataset.row(where) for where in places]
-            if sum(map(_names_media, rows)) > 1:
+            if cut and stream.has_drawn:  # rows to cut are read with random numbers of their own
+                self._draws_at_random, rows = True, [None] * len(places)
+            elif sum(map(_names_media, rows)) > 1:
                 with RandomStream(*name) as stream:
                     encoded = self._in_threads(places, rows, [0] * len(cut) + num_shared, num_threads)
                 self._draws_at_random = stream.has_drawn

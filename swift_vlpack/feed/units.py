@@ -18,7 +18,7 @@ from swift_vlpack.rows.samples import Encoded, SampleId
 
 logger = logging.getLogger(__name__)
 
-SHARED = "shared"
+SHARED = "_vlpack_shared"
 """The field of a sample that says how many tokens it shares with the sample before it; absent if none."""
 
 

@@ -145,6 +145,9 @@ def settle_options(args: Any) -> None:
     given = _flags_given(args)
     args.packing = _wants_packing(args, given)
     if not is_ours(args):
+        number = chosen_options(os.environ).get("effective_batch_size", "none")
+        if type(args) in OURS and number != "none":
+            logger.warning("effective_batch_size=%s has no effect un-packed; give gradient_accumulation_steps", number)
         return
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
     config = checked({**options, "packing": True})

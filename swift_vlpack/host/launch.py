@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.config import ENV_PREFIX, PackingConfig, checked, chosen_options, option_names
+from swift_vlpack.config import ENV_PREFIX, PackingConfig, checked, checked_num_ranks, chosen_options, option_names
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.gone import refuse_gone
 from swift_vlpack.host.machine_checks import check_machine, check_variables, check_weights
@@ -126,7 +126,7 @@ def run_launch(
     num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
     own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
     if needs_gpu and config.effective_batch_size is not None:  # the command trains as one of the ranks would
-        flags = [*flags, "--gradient_accumulation_steps", str(_accumulation(flags, config, num_ranks))]
+        flags = [*flags, "--gradient_accumulation_steps", str(accumulation_of(flags, config, num_ranks))]
         config = replace(config, effective_batch_size=None)
         own[f"{ENV_PREFIX}EFFECTIVE_BATCH_SIZE"] = "none"
     # If one process saw several GPUs, ms-swift would spread the model over them.
@@ -134,17 +134,11 @@ def run_launch(
     return RunLaunch(command, flags, own, config, num_ranks)
 
 
-def _accumulation(flags: Sequence[str], config: PackingConfig, num_ranks: int) -> int:
+def accumulation_of(flags: Sequence[str], config: PackingConfig, num_ranks: int) -> int:
+    """Return how many batches a rank of the run accumulates. Raises `ConfigError` if the ranks cannot share a step."""
     options = given_options(flags)
     batch_size, given = (options.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     return config.accumulation(num_ranks, batch_size or 1, given)
-
-
-def checked_num_ranks(num_ranks: int) -> int:
-    """Return the number, or raise `ConfigError` if it is not at least 1."""
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
-    return num_ranks
 
 
 def _num_ranks(environ: Mapping[str, str]) -> int:

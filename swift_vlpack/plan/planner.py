@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from swift_vlpack.config import SAMPLES, PackingConfig, need_config
+from swift_vlpack.config import SAMPLES, PackingConfig, checked_num_ranks, need_config
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.buffer import remainder_to_drop, use_of_caps
 from swift_vlpack.plan.items import Item, is_left_out, must_be_alone
@@ -70,6 +70,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     `label` returns the name of an item for the log, if it is left out or alone; None logs nothing.
     """
     refuse_lengths_alone(config)
+    checked_num_ranks(num_ranks)
     columns = columns_of(lengths, config, images, patches)
     if config.packing_batch != SAMPLES:
         return pack_items(columns, config, seed=seed, label=label)

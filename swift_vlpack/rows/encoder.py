@@ -27,7 +27,7 @@ import torch
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
-from swift_vlpack.rows.contents import NO_LABEL, Contents, count_contents, refuse_unfilled
+from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, Contents, count_contents, refuse_unfilled
 from swift_vlpack.rows.cutting import Divider, RowCutter, part_sizes
 from swift_vlpack.rows.families import MediaTokens, patch_size_of
 from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
@@ -37,7 +37,7 @@ from swift_vlpack.rows.source import Row, RowSource
 from swift_vlpack.rows.watch import ReadStuck, restore_limit, watched
 from swift_vlpack.words import counted
 
-OWN = "own"
+OWN = "_vlpack_own"
 """The field of an encoded sample with the columns of one's own that have names of fields of ours."""
 _OF_OURS = ("contents", "source", "sample_id")
 _LISTS = ("input_ids", "labels", "loss_scale")
@@ -213,9 +213,19 @@ class RowEncoder:
             raise ValueError("input_ids is empty, or has a dimension for a batch: give the tokens of one sample")
         if (length := int(sample.setdefault("length", len(ids)))) != len(ids):
             raise ValueError(f"length is {length}, but input_ids has {counted(len(ids), 'token')}")
-        for name in _LISTS if self.template is not None else ():
-            if hasattr(sample.get(name), "tolist"):  # ms-swift's collators join lists
-                sample[name] = sample[name].tolist()
+        for name in _LISTS:
+            if sample.get(name) is not None and len(sample[name]) != len(ids):
+                raise ValueError(f"{name} has the length {len(sample[name])}, but input_ids {len(ids)}")
+        if self.template is not None:  # give it the form that ms-swift's collators join
+            if sample.get("labels") is None:
+                raise ValueError("labels are missing: give one for each token, -100 where nothing is predicted")
+            mask = sample.pop("attention_mask", None)
+            if mask is not None and not torch.as_tensor(mask).all():
+                raise ValueError("attention_mask hides tokens: leave padding out of the sample")
+            sample |= {name: sample[name].tolist() for name in _LISTS if hasattr(sample.get(name), "tolist")}
+            for name in OF_MEDIA.intersection(sample):
+                with suppress(TypeError, ValueError, RuntimeError):  # pictures of several sizes stay a list
+                    sample[name] = torch.as_tensor(sample[name])
         masked: Encoded = self._masked(sample)
         return masked
 

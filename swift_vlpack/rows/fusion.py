@@ -176,6 +176,11 @@ class FusionCaptionDataset(Dataset[Encoded]):
         """Encode one row, or return why it cannot be encoded."""
         return sample_or_error(self.encode, address, row)
 
+    def alone(self, address: Address) -> Encoded | SampleError:
+        """Encode a row with random numbers of its own, so that all ranks get the same."""
+        with RandomStream(self.mix.seed, self.epoch, "parts", *address[:2]):
+            return self.sample_or_error(address)
+
     def part_or_error(self, address: Address, row: Encoded | SampleError) -> Encoded | SampleError:
         """Make the part at an address from its encoded row, or return why it cannot be made."""
         assert address.span is not None
@@ -225,7 +230,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
         other = copy.copy(self)
         other.begin(epoch)
         for number, source in enumerate(self.sources):
-            known = source.sizes if source.changes and source.declared_lengths is None else None
+            # Lengths say neither where images are now, nor whether a row that failed can be read now.
+            is_known = source.changes and source.declared_lengths is None and not self._needs_full_sizes
+            known = source.sizes if is_known and source.sizes and not source.sizes.failures else None
             is_kept = known and len(known) == len(source.rows) and other._difference(number, known) is None
             if source.changes and not is_kept:
                 other._take_sizes(number, None)
@@ -252,7 +259,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def _difference(self, number: int, sizes: LengthIndex) -> str | None:
         """Encode some rows; return the first with another length than its size has, in words."""
         for index in rows_to_compare(sizes, self.sources[number].name, NUM_COMPARED):
-            sample, length = self.sample_or_error(Address(number, index)), int(sizes.lengths[index])
+            sample, length = self.alone(Address(number, index)), int(sizes.lengths[index])
             if not isinstance(sample, SampleError) and sample["length"] != length:
                 return f"{sample['sample_id']} has {counted(sample['length'], 'token')}, not {length}"
         return None
@@ -262,7 +269,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         start = time.monotonic()
         cutter = self.encoder.cutter
         for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
-            sample = self.sample_or_error(Address(number, index))
+            sample = self.alone(Address(number, index))
             if isinstance(sample, SampleError):
                 faults[index] = sample.fault
                 logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)

@@ -140,6 +140,8 @@ def _of_coordexp(entry: dict[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {key} is a key of CoordExp: {instead}")
     if given.pop("val_jsonl", None):
         _warn_of_validation(where)
+    if "train_jsonl" not in given:
+        raise ConfigError(f"{where}: train_jsonl names no file; give one, or dataset and name in its place")
     dataset = given.pop("train_jsonl")
     return {"name": given.get("dataset"), **given, "dataset": dataset}
 

@@ -66,6 +66,15 @@ def test_packs_of_lengths_have_steps_too(asked):
     assert report["steps_per_epoch"] == -(-report["packs_per_rank"] // 6)
 
 
+@pytest.mark.parametrize("options", [{}, {"packing_batch": "samples", "effective_batch_size": 30}])
+def test_no_ranks_are_refused(options):
+    """CLI-42 CONF-12: by the plan, and by the packs of a step."""
+    config = PackingConfig(packing_length=1000, **options)
+    for act in (lambda: plan(LENGTHS, config, num_ranks=0), lambda: config.accumulation(0)):
+        with pytest.raises(ConfigError, match="num_ranks must be at least 1, got 0"):
+            act()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_python_plans_steps_of_samples(num_ranks):
     """CLI-42: of the items in their order; every sequence within one step, equally many for all ranks."""
@@ -206,11 +215,18 @@ def test_rows_of_a_run_are_measured_once(small_folder, tmp_path, options, capfd,
         if case["packing_batch"] == "samples":
             assert case["padding_saved"] == single["kept_steps"]["padding_saved"]
             assert case["sequences_per_step"] == single["kept_steps"]["num_sequences"]
+    monkeypatch.setenv("NPROC_PER_NODE", "3")  # the ranks of a table are its own
+    at = command.index("--gradient_accumulation_steps")
+    del command[at : at + 2]
+    assert run_here([*command, "--ranks", "8,2", "--effective_batch_size", "16"]) == 0
+    table = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [case["gradient_accumulation_steps"] for case in table["cases"]] == [1, 4]
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--ranks", "8,3", "--effective_batch_size", "8"], "effective_batch_size=8 cannot be shared by 3 ranks"),
         (["--packing_overflow", "split"], "packing_length under packing_overflow=split would measure the rows anew"),
         (["--packing_share", "media"], "packing_length under packing_share=media would measure the rows anew"),
         (["--neftune_noise_alpha", "5"], "--neftune_noise_alpha sizes its noise by the longest row"),

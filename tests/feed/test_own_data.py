@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import FusionCaptionDataset, PackingConfig, PackingDataset, RowSource
 from swift_vlpack.errors import ConfigError, DataError, PlanError
+from swift_vlpack.feed import reader
 from swift_vlpack.feed.epoch_report import left_out_by
 from swift_vlpack.rows import fusion
 from tests.data_rows import text_row
@@ -53,7 +55,7 @@ def test_encoded_samples_are_packed_with_every_field(form, template, length):
     """OWN-8: also columns that have names of ours, and a number for each token; what was given stays as it was."""
     image = {"pixel_values": torch.ones(4, 8), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     rows = [
-        encoded(num, f"row {num}", sample_id=f"a-{num}", source="mine", weights=[0.5] * num, **image)
+        encoded(num, f"row {num}", sample_id=f"a-{num}", source="me", own=num, shared=2, weights=[0.5] * num, **image)
         for num in range(20, 60)
     ]
     rows = [row | {"length": len(row["input_ids"])} if length else row for row in rows]
@@ -78,6 +80,20 @@ def test_tensors_become_the_lists_that_the_collators_of_ms_swift_join():
         (sample,) = PackingDataset([row], template, config())[0]
         assert {type(sample["input_ids"]), type(sample["labels"])} == {kind}
         assert list(sample["labels"]) == row["labels"].tolist()
+
+
+def test_samples_get_the_form_that_a_template_collates(caplog):
+    """OWN-8: arrays become tensors, a mask of ones goes; what it cannot collate is left out."""
+    image = {"pixel_values": [[0.5] * 3] * 4, "image_grid_thw": np.array([[1, 2, 2]])}
+    rows = [encoded(9, **image, attention_mask=torch.ones(1, 9)), encoded(9, attention_mask=[0] + [1] * 8), encoded(9)]
+    del rows[2]["labels"]
+    packs = PackingDataset(rows, PlainTemplate(), config())
+    ((sample,),) = packs_of(packs)
+    assert "attention_mask" not in sample
+    assert (sample["pixel_values"].shape, sample["image_grid_thw"].tolist()) == ((4, 3), [[1, 2, 2]])
+    assert [one.reason for one in left_out_by(packs.epoch_plan, packs.dataset)] == ["encode_failed"] * 2
+    assert "attention_mask hides tokens" in caplog.text
+    assert "labels are missing: give one for each token" in caplog.text
 
 
 @FORMS
@@ -113,6 +129,8 @@ class Broken(Mixed):
             2: sample | {"input_ids": [[1, 2]]},
             3: sample | {"input_ids": []},
             4: sample | {"length": 99},
+            5: sample | {"labels": [1, 2]},
+            6: sample | {"loss_scale": [1.0] * 70},
         }
         if index == 0:
             raise FileNotFoundError("no such image")
@@ -121,16 +139,16 @@ class Broken(Mixed):
 
 @FORMS
 def test_what_an_own_class_fails_to_give_is_left_out_and_counted(form, caplog):
-    """OWN-8 DATA-7: a missing file, a batch for a sample, no tokens, a length that is not that of the tokens."""
+    """OWN-8 DATA-7: a missing file, a batch for a sample, no tokens, another length than the tokens have."""
     data, packs = mixed(Broken, form)
     made = packs_of(packs)
     left_out = [one for pack in made for one in pack.record.left_out]
     left_out += left_out_by(packs.epoch_plan, packs.dataset) if form == "plan" else []
     assert {one.sample_id.row: one.reason for one in left_out} == {
-        0: "file_missing", **dict.fromkeys(range(1, 5), "encode_failed"),
+        0: "file_missing", **dict.fromkeys(range(1, 7), "encode_failed"),
     }  # fmt: skip
     assert "length is 99, but input_ids has" in next(one.detail for one in left_out if one.sample_id.row == 4)
-    assert sum(map(len, made)) == len(data) - 5
+    assert sum(map(len, made)) == len(data) - 7
     strict = FusionCaptionDataset([RowSource(name="data", rows=data)], None, strict=True)
     with pytest.raises(DataError, match=r"data:\d: (file_missing: FileNotFoundError: no such image|encode_failed)"):
         packs_of(PackingDataset(strict, None, config(packing_mode=form)))
@@ -347,6 +365,40 @@ def test_rows_that_keep_their_lengths_are_not_encoded_again(monkeypatch):
     assert fixed.num_encoded == len(fixed), "nor are those of a source that does not change"
 
 
+class Moving(Mixed):
+    """Has images in one half of its rows, in every epoch in the other half; all rows have one length."""
+
+    def __getitem__(self, index):
+        image = {"pixel_values": torch.ones(4, 8), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+        return encoded(10, **(image if (index < len(self) // 2) == bool(self.told and self.told[-1]) else {}))
+
+
+def test_caps_hold_where_images_move_between_rows_of_one_length():
+    """OWN-9 OWN-10: a plan that counts images measures each epoch."""
+    _, packs = mixed(Moving)
+    packs = PackingDataset(packs.sources[0].rows, None, config(packing_max_images=2))
+    for epoch in range(3):
+        packs.set_epoch(epoch)
+        assert {pack.record.num_images for pack in packs_of(packs)} <= {0, 1, 2}
+
+
+class FailingAtFirst(Renamed):
+    """Cannot read one row in epoch 0."""
+
+    def __getitem__(self, index):
+        if index == 2 and not (self.told and self.told[-1]):
+            raise OSError("mount is gone")
+        return super().__getitem__(index)
+
+
+def test_row_that_failed_in_one_epoch_is_read_in_the_next():
+    """OWN-9 DATA-7"""
+    data, packs = mixed(FailingAtFirst)
+    assert len(names(packs)) == len(data) - 1
+    packs.set_epoch(1)
+    assert names(packs) == data.names(0)
+
+
 def test_packs_of_an_epoch_are_those_of_a_run_that_begins_there():
     """OWN-9 RESUME-3: a resume in the middle of epoch 3 has the packs of epoch 3."""
     _, one = mixed(num_epochs=4)
@@ -433,6 +485,39 @@ def test_random_numbers_of_an_own_class_are_those_of_the_pack():
     assert len({sample["drawn"] for pack in one for sample in pack}) > 20
 
 
+class DrawnTokens:
+    """Draws one token a row, for all its places, by the random state of the process."""
+
+    def __init__(self, num_tokens):
+        self.num_tokens = num_tokens
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        ids = [random.randint(1, 10**6)] * self.num_tokens
+        return {"input_ids": ids, "labels": ids}
+
+
+class DrawnTokensOfEpochs(DrawnTokens):
+    """Is told the epoch."""
+
+    def set_epoch(self, epoch):
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_parts_of_a_row_that_is_drawn_are_those_of_one_row(num_threads, monkeypatch):
+    """OWN-9 RAND-1 CUT-1: whatever packs they are in, and however many threads read them."""
+    monkeypatch.setattr(reader, "threads_per_worker", lambda: num_threads)
+    packs = PackingDataset(DrawnTokens(250), None, config(packing_overflow="split"))
+    drawn = {}
+    for sample in (sample for pack in packs_of(packs) for sample in pack):
+        drawn.setdefault(sample["sample_id"].row, set()).update(sample["input_ids"])
+    assert len(drawn) == 8
+    assert {len(tokens) for tokens in drawn.values()} == {1}
+
+
 def agree(rank, folder, seed_of_rank, num_ranks, said, only_later=False):
     dist.init_process_group("gloo", init_method=f"file://{folder}/{seed_of_rank}", rank=rank, world_size=2)
     try:
@@ -447,6 +532,69 @@ def agree(rank, folder, seed_of_rank, num_ranks, said, only_later=False):
         said.put(str(error))
     finally:
         dist.destroy_process_group()
+
+
+def draw(rank, folder, kind, said):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/drawn", rank=rank, world_size=2)
+    random.seed(rank)
+    try:
+        packs = PackingDataset(kind(30), None, config(), num_ranks=2)
+        packs.set_epoch(1)
+        said.put("planned")
+    except DataError as error:
+        said.put(str(error))
+    finally:
+        dist.destroy_process_group()
+
+
+class FailingLater(Mixed):
+    """Cannot draw epoch 1."""
+
+    def set_epoch(self, epoch):
+        if epoch == 1:
+            raise OSError("disk is gone")
+        super().set_epoch(epoch)
+
+
+def fail_on_one(rank, folder, num_epochs, said):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/failed", rank=rank, world_size=2)
+    try:
+        kind = FailingLater if rank else Mixed
+        packs = PackingDataset(kind(RATIOS), None, config(), num_ranks=2, num_epochs=num_epochs)
+        packs.set_epoch(1)
+    except (DataError, OSError) as error:
+        said.put(str(error))
+    finally:
+        dist.destroy_process_group()
+
+
+def on_two_ranks(act, *args):
+    """Run `act` in two processes, and return what they say, sorted."""
+    context = torch.multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    ranks = [context.Process(target=act, args=(rank, *args, said), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert not any(process.is_alive() for process in ranks), "one waits for the other"
+    heard = []
+    while not said.empty():
+        heard.append(said.get())
+    return sorted(heard)
+
+
+@pytest.mark.parametrize("kind", [DrawnTokens, DrawnTokensOfEpochs])
+def test_ranks_of_data_that_draws_at_random_measure_the_same(kind, tmp_path):
+    """OWN-9 RAND-1: whatever each process has drawn before."""
+    assert on_two_ranks(draw, tmp_path, kind) == ["planned"] * 2
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_error_on_one_rank_ends_all(num_epochs, tmp_path):
+    """OWN-9: at the start and in an epoch, where the others would wait."""
+    expected = ["disk is gone", "rank 1 cannot plan its packs: OSError: disk is gone"]
+    assert on_two_ranks(fail_on_one, tmp_path, num_epochs) == expected
 
 
 OTHER_ROWS = "rank 1 has other rows than rank 0: every rank has to draw the rows of all ranks"

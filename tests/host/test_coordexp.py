@@ -93,11 +93,13 @@ def test_its_fusion_file_is_planned_as_it_is(folder, small_folder, options, capl
         ("system_prompt: Be short.", "system_prompt is a key of CoordExp: write system"),
         ("user_prompt: Look.", "user_prompt is a key of CoordExp: write it into the rows"),
         ("params: {a: 1}", "unknown key 'params'"),
+        ("train_jsonl: null", "train_jsonl names no file; give one, or dataset and name"),
     ],
 )
 def test_keys_that_would_mix_otherwise_are_refused(key, said, folder):
     """CONF-13"""
-    (folder / "fusion.yaml").write_text(f"targets: [{{dataset: lvis, train_jsonl: ./photos.jsonl, {key}}}]")
+    file = "" if "train_jsonl" in key else "train_jsonl: ./photos.jsonl, "
+    (folder / "fusion.yaml").write_text(f"targets: [{{dataset: lvis, {file}{key}}}]")
     with pytest.raises(ConfigError, match=re.escape(said)):
         read_fusion_config(str(folder / "fusion.yaml"))
 

@@ -148,6 +148,17 @@ def test_ranks_batch_and_samples_decide_the_accumulation_of_a_run(flags, options
         assert unpacked_step(run.args).accumulation == 2
 
 
+def test_an_unpacked_run_is_told_that_it_has_no_effect(flags, options, caplog):
+    """CONF-12: once, and without a word where it is not given."""
+    for number, said in (("none", 0), ("8", 1)):
+        options(effective_batch_size=number)
+        with run_of([*flags(), "--packing", "false"], num_ranks=1):
+            warnings = [
+                one for one in caplog.messages if one.startswith(f"effective_batch_size={number} has no effect")
+            ]
+            assert len(warnings) == said
+
+
 def test_commands_that_train_in_one_process_take_the_steps_of_a_rank(dataset):
     """CONF-12: `vlpack bench` and `verify`, of which 128 packs a step would be 8 ranks' work."""
     argv = ["--model", "o/m", "--dataset", str(dataset), "--effective_batch_size", "128"]
