@@ -133,5 +133,5 @@ def test_bfloat16_trains_and_is_proved_under_fsdp2(runs):
     log = (runs("fsdp2").half_precision["float32"].output.parent / "float32_and_more.txt").read_text()
     assert log.count("isolation verified in training: the first batch ") == 2
     assert log.count("isolation verified in training: a batch of step 4 ") == 2
-    assert log.count("(in bfloat16; ") == 2
+    assert log.count("; in bfloat16 1 sample in it equals ") == 2
     assert log.count("not compared: float32 (parameters are sharded)") == 1
