@@ -145,7 +145,7 @@ def settle_options(args: Any) -> None:
     given = _flags_given(args)
     args.packing = _wants_packing(args, given)
     if not is_ours(args):
-        number = chosen_options(os.environ).get("effective_batch_size", "none")
+        number = os.environ.get(f"{ENV_PREFIX}EFFECTIVE_BATCH_SIZE", "none")
         if type(args) in OURS and number != "none":
             logger.warning("effective_batch_size=%s has no effect un-packed; give gradient_accumulation_steps", number)
         return
