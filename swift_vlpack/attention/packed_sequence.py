@@ -54,7 +54,7 @@ batch is padding."""
 
 
 class KnownOfTensors(Generic[T]):
-    """Facts about tensors that nobody has to read them for. A tensor that is changed in place is forgotten."""
+    """Keep facts about tensors, so that their device is not asked. Changing a tensor in place drops its fact."""
 
     def __init__(self) -> None:
         self._facts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -18,8 +18,8 @@ from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.feed.units import SHARED
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.items import is_single_long
-from swift_vlpack.rows.contents import size_of
-from swift_vlpack.rows.encoder import OWN, Template
+from swift_vlpack.rows.contents import OWN, size_of
+from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord
 from swift_vlpack.rows.source import RowSource

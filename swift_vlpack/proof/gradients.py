@@ -58,7 +58,7 @@ class Parameters:
         """The parameters by name, as a forward and backward see them: the whole ones, if they are sharded."""
         trained = [one for name, one in self.of_forward.items() if named[name].requires_grad]
         self.left_out = "gradients of head and embeddings (they are sharded)" if of_vocabulary else ""
-        """What is not compared, and why."""
+        """Names of gradients that are not compared, with the reason."""
         if chosen and not self.of_forward:
             self.left_out = "gradients of parameters (they are sharded)"
         elif has_engine and not all(_hooks_of(one) for one in trained):

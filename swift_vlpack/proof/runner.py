@@ -252,7 +252,7 @@ class Runner:
 
 
 class _Seen:
-    """What hooks see in one pass: the embeddings, the output of the layers, and the gradients at both."""
+    """Collect by hooks, in one pass, the embeddings, the output of the layers, and the gradients at both."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)

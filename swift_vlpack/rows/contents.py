@@ -45,7 +45,9 @@ PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "mm_token_ty
 """Fields of a sample with one entry a token."""
 _OF_VISION = (*GRIDS, *PIXELS, "image_sizes")
 """Fields whose media are counted. A sample without any of them is a text."""
-_OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", "_vlpack_own", "_extra_kwargs")
+OWN = "_vlpack_own"
+"""The field of an encoded sample with the columns of one's own that have names of fields of ours."""
+_OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", OWN, "_extra_kwargs")
 _OF_HEADERS = ("header_kinds", "header_pixels")
 PER_MEDIUM = frozenset(
     name for one in (*BY_PATCHES, *BY_TILES.values()) for name in (one.grid, one.pixels, one.beside) if name is not None

@@ -27,7 +27,7 @@ import torch
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
-from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, Contents, count_contents, refuse_unfilled
+from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, OWN, Contents, count_contents, refuse_unfilled
 from swift_vlpack.rows.cutting import Divider, RowCutter, part_sizes
 from swift_vlpack.rows.families import MediaTokens, patch_size_of
 from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
@@ -37,8 +37,6 @@ from swift_vlpack.rows.source import Row, RowSource
 from swift_vlpack.rows.watch import ReadStuck, restore_limit, watched
 from swift_vlpack.words import counted
 
-OWN = "_vlpack_own"
-"""The field of an encoded sample with the columns of one's own that have names of fields of ours."""
 _OF_OURS = ("contents", "source", "sample_id")
 _LISTS = ("input_ids", "labels", "loss_scale")
 

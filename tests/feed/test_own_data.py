@@ -518,33 +518,21 @@ def test_parts_of_a_row_that_is_drawn_are_those_of_one_row(num_threads, monkeypa
     assert {len(tokens) for tokens in drawn.values()} == {1}
 
 
-def agree(rank, folder, seed_of_rank, num_ranks, said, only_later=False):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{seed_of_rank}", rank=rank, world_size=2)
-    try:
-        data = Mixed(RATIOS, seed=0 if only_later else seed_of_rank * rank)
-        packs = PackingDataset(data, None, config(), num_ranks=num_ranks, num_epochs=1 if only_later else 2)
-        if only_later:
-            data.seed = seed_of_rank * rank
-            said.put("epoch 0")
-            packs.set_epoch(1)
-        said.put("planned")
-    except DataError as error:
-        said.put(str(error))
-    finally:
-        dist.destroy_process_group()
-
-
-def draw(rank, folder, kind, said):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/drawn", rank=rank, world_size=2)
-    random.seed(rank)
-    try:
-        packs = PackingDataset(kind(30), None, config(), num_ranks=2)
+def agree(rank, said, seed_of_rank, num_ranks, only_later=False):
+    data = Mixed(RATIOS, seed=0 if only_later else seed_of_rank * rank)
+    packs = PackingDataset(data, None, config(), num_ranks=num_ranks, num_epochs=1 if only_later else 2)
+    if only_later:
+        data.seed = seed_of_rank * rank
+        said.put("epoch 0")
         packs.set_epoch(1)
-        said.put("planned")
-    except DataError as error:
-        said.put(str(error))
-    finally:
-        dist.destroy_process_group()
+    said.put("planned")
+
+
+def draw(rank, said, kind):
+    random.seed(rank)
+    packs = PackingDataset(kind(30), None, config(), num_ranks=2)
+    packs.set_epoch(1)
+    said.put("planned")
 
 
 class FailingLater(Mixed):
@@ -556,27 +544,31 @@ class FailingLater(Mixed):
         super().set_epoch(epoch)
 
 
-def fail_on_one(rank, folder, num_epochs, said):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/failed", rank=rank, world_size=2)
+def fail_on_one(rank, said, num_epochs):
+    kind = FailingLater if rank else Mixed
+    packs = PackingDataset(kind(RATIOS), None, config(), num_ranks=2, num_epochs=num_epochs)
+    packs.set_epoch(1)
+
+
+def on_rank(rank, folder, act, said, args):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     try:
-        kind = FailingLater if rank else Mixed
-        packs = PackingDataset(kind(RATIOS), None, config(), num_ranks=2, num_epochs=num_epochs)
-        packs.set_epoch(1)
+        act(rank, said, *args)
     except (DataError, OSError) as error:
         said.put(str(error))
     finally:
         dist.destroy_process_group()
 
 
-def on_two_ranks(act, *args):
+def on_two_ranks(folder, act, *args):
     """Run `act` in two processes, and return what they say, sorted."""
     context = torch.multiprocessing.get_context("fork")
     said = context.SimpleQueue()
-    ranks = [context.Process(target=act, args=(rank, *args, said), daemon=True) for rank in range(2)]
+    ranks = [context.Process(target=on_rank, args=(rank, folder, act, said, args), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(120)
     assert not any(process.is_alive() for process in ranks), "one waits for the other"
     heard = []
     while not said.empty():
@@ -587,14 +579,14 @@ def on_two_ranks(act, *args):
 @pytest.mark.parametrize("kind", [DrawnTokens, DrawnTokensOfEpochs])
 def test_ranks_of_data_that_draws_at_random_measure_the_same(kind, tmp_path):
     """OWN-9 RAND-1: whatever each process has drawn before."""
-    assert on_two_ranks(draw, tmp_path, kind) == ["planned"] * 2
+    assert on_two_ranks(tmp_path, draw, kind) == ["planned"] * 2
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
 def test_error_on_one_rank_ends_all(num_epochs, tmp_path):
     """OWN-9: at the start and in an epoch, where the others would wait."""
     expected = ["disk is gone", "rank 1 cannot plan its packs: OSError: disk is gone"]
-    assert on_two_ranks(fail_on_one, tmp_path, num_epochs) == expected
+    assert on_two_ranks(tmp_path, fail_on_one, num_epochs) == expected
 
 
 OTHER_ROWS = "rank 1 has other rows than rank 0: every rank has to draw the rows of all ranks"
@@ -605,25 +597,12 @@ OTHER_ROWS = "rank 1 has other rows than rank 0: every rank has to draw the rows
 )
 def test_ranks_with_other_rows_are_refused(seed_of_rank, num_ranks, expected, tmp_path):
     """OWN-9: unless each rank packs rows of its own."""
-    context = torch.multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-    ranks = [context.Process(target=agree, args=(rank, tmp_path, seed_of_rank, num_ranks, said)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert all(said.get().startswith(expected) for _ in ranks)
+    heard = on_two_ranks(tmp_path, agree, seed_of_rank, num_ranks)
+    assert [one.startswith(expected) for one in heard] == [True] * 2
 
 
 def test_ranks_with_other_rows_in_a_later_epoch_are_refused(tmp_path):
     """OWN-9: an epoch that was not planned ahead is compared when it is set."""
-    context = torch.multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-    ranks = [context.Process(target=agree, args=(rank, tmp_path, 1, 2, said, True)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    heard = sorted(said.get() for _ in range(4))
+    heard = on_two_ranks(tmp_path, agree, 1, 2, True)
     assert heard[:2] == ["epoch 0"] * 2
-    assert all(one.startswith(OTHER_ROWS) for one in heard[2:])
+    assert [one.startswith(OTHER_ROWS) for one in heard[2:]] == [True] * 2
